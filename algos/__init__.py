@@ -1,0 +1,1 @@
+"""One file per algorithm; each runs as a program: python algos/dqn.py --help."""

@@ -1,0 +1,300 @@
+"""Deep Q-Network: learn Q with a replay buffer and a target network.
+
+Mnih et al. 2015, https://doi.org/10.1038/nature14236      Docs: docs/algorithms/dqn.md
+
+    y    = r + γ (1 - terminated) max_a' Q(s', a'; θ⁻)        td_target
+    L(θ) = E[(y - Q(s, a; θ))²]                               loss_fn
+    θ⁻   = τ θ + (1 - τ) θ⁻                                   sync_target
+    a    = argmax_a Q(s, a; θ), or uniform with probability ε  epsilon_greedy
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from gymnasium import spaces
+from jax import Array, lax
+
+from common.config import check_config
+from common.envs import EnvBackend, EnvState, make_env, require_action_space
+from common.evaluator import Evaluator
+from common.logger import log_points
+from common.networks import MLP, Encoder
+from common.replay import Batch, Replay, ReplayState, Transition
+from common.runner import run
+from common.schedules import count_events
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
+
+    env_id: str = "CartPole-v1"
+    """environment: an envpool or Gymnasium id, or gymnax/ID or pgx/ID"""
+    env_backend: EnvBackend = "auto"
+    """who steps it; auto takes envpool where it knows the id, else Gymnasium"""
+    env_module: str | None = None
+    """Python module to import first, which registers your own environment"""
+    env_kwargs: tuple[str, ...] = ()
+    """options of the environment, as KEY=VALUE KEY=VALUE ..."""
+    num_envs: int = 8
+    """environments stepped in parallel"""
+    seed: int = 1
+    """seed of networks, exploration, sampling and environments"""
+    total_timesteps: int = 500_000
+    """env steps of the whole run, over all environments; a multiple of num_envs"""
+    log_frequency: int = 10_000
+    """env steps between two log points"""
+    learning_rate: float = 2.5e-4
+    """step size of Adam"""
+    buffer_size: int = 10_000
+    """transitions in the replay buffer, over all environments"""
+    gamma: float = 0.99
+    """discount of one step"""
+    n_step: int = 1
+    """steps of reward in a target before it bootstraps; 1 is the paper's"""
+    frame_stack: int = 1
+    """frames that the environment stacks in an observation; the buffer then stores single frames"""
+    tau: float = 1.0
+    """share of the online network in a target update; 1 copies it, as the paper does"""
+    target_network_frequency: int = 500
+    """env steps between two target updates"""
+    batch_size: int = 128
+    """transitions in a minibatch"""
+    start_epsilon: float = 1.0
+    """exploration rate at the first step"""
+    end_epsilon: float = 0.05
+    """exploration rate after exploration_fraction of the run"""
+    exploration_fraction: float = 0.5
+    """share of total_timesteps over which the exploration rate falls linearly"""
+    evaluation_epsilon: float = 0.0
+    """exploration rate in evaluation; the paper uses 0.05"""
+    learning_starts: int = 10_000
+    """env steps before the first update"""
+    train_frequency: int = 10
+    """env steps between two updates"""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "classic": {},
+    "atari": dict(total_timesteps=10_000_000, log_frequency=2_000, learning_rate=1e-4)
+    | dict(buffer_size=1_000_000, frame_stack=4, target_network_frequency=1_000, batch_size=32)
+    | dict(end_epsilon=0.01, exploration_fraction=0.1, evaluation_epsilon=0.05)
+    | dict(learning_starts=80_000, train_frequency=4),
+}
+
+
+class Model(nnx.Module):
+    """Q-network: an encoder for the observation space, two hidden layers for vectors, a head."""
+
+    def __init__(self, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
+        self.encoder = Encoder(obs_space, rngs)
+        hidden = () if self.encoder.has_cnn else (120, 84)
+        self.torso = MLP((self.encoder.num_features, *hidden), rngs)
+        self.head = nnx.Linear(self.torso.num_features, int(action_space.n), rngs=rngs)
+
+    def value(self, obs: Any) -> Array:
+        """[B, *obs] -> q_values [B, A]."""
+        return self.head(self.torso(self.encoder(obs)))  # [B, A]
+
+
+class LearnerState(NamedTuple):
+    """Every array that learning changes."""
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+
+
+class Algorithm:
+    """Targets, loss and optimizer as pure functions of `LearnerState`."""
+
+    def __init__(self, config: Config, obs_space: spaces.Space, action_space: spaces.Space):
+        self.config = config
+        self.make_model = partial(Model, obs_space, action_space)
+        self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
+        self.optimizer = optax.adam(config.learning_rate)
+
+    def init(self, key: Array) -> LearnerState:
+        """Draw new parameters; the target network starts as a copy."""
+        params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
+        target_params = jax.tree.map(jnp.copy, params)
+        return LearnerState(params, target_params, self.optimizer.init(params))
+
+    def predict(self, params: Any, obs: Any) -> Array:
+        """[B, *obs] -> q_values [B, A]."""
+        return self.model(params).value(obs)
+
+    def td_target(self, target_params: Any, batch: Batch) -> Array:
+        """r + γ (1 - terminated) max_a' Q(s', a'; θ⁻), over n steps where n_step > 1."""
+        next_q_values = self.predict(target_params, batch.next_obs)  # [B, A]
+        next_value = next_q_values.max(axis=-1)  # [B]
+        return batch.reward + batch.discount * next_value  # [B]
+
+    def loss_fn(self, params: Any, batch: Batch, td_target: Array) -> tuple[Array, dict]:
+        """E[(y - Q(s, a; θ))²] over the valid rows of the batch."""
+        q_values = self.predict(params, batch.obs)  # [B, A]
+        q_value = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]  # [B]
+        chex.assert_equal_shape([q_value, td_target, batch.weight])
+        loss = (batch.weight * (td_target - q_value) ** 2).mean()
+        return loss, {"td_loss": loss, "q_values": (batch.weight * q_value).mean()}
+
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+        """One gradient step on a batch."""
+        td_target = self.td_target(state.target_params, batch)  # [B]
+        grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch, td_target)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def sync_target(self, state: LearnerState) -> LearnerState:
+        """θ⁻ = τ θ + (1 - τ) θ⁻."""
+        target = optax.incremental_update(state.params, state.target_params, self.config.tau)
+        return state._replace(target_params=target)
+
+
+class Agent:
+    """Exploration, and the way from environment to algorithm."""
+
+    def __init__(self, config: Config, algorithm: Algorithm):
+        self.config, self.algorithm = config, algorithm
+        decay_steps = max(1, int(config.exploration_fraction * config.total_timesteps))
+        self.epsilon = optax.linear_schedule(config.start_epsilon, config.end_epsilon, decay_steps)
+
+    def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
+        """Action [N] to evaluate with."""
+        q_values = self.algorithm.predict(state.params, obs)  # [N, A]
+        return self.epsilon_greedy(q_values, self.config.evaluation_epsilon, key)
+
+    def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> tuple[Array, tuple]:
+        """Action [N] to train with, and nothing more for replay to keep."""
+        q_values = self.algorithm.predict(state.params, obs)  # [N, A]
+        return self.epsilon_greedy(q_values, self.epsilon(step), key), ()
+
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+        """One gradient step on a batch."""
+        return self.algorithm.learn(state, batch)
+
+    def epsilon_greedy(self, q_values: Array, epsilon: Any, key: Array) -> Array:
+        """The greedy action, or a uniform one with probability ε, drawn for each environment."""
+        explore_key, action_key = jax.random.split(key)
+        num_envs, num_actions = q_values.shape
+        random_action = jax.random.randint(action_key, (num_envs,), 0, num_actions)  # [N]
+        explore = jax.random.uniform(explore_key, (num_envs,)) < epsilon  # [N]
+        return jnp.where(explore, random_action, q_values.argmax(axis=-1))  # [N]
+
+
+class TrainState(NamedTuple):
+    """The whole training process: what a checkpoint holds."""
+
+    learner: LearnerState
+    env: EnvState
+    replay: ReplayState
+    key: Array
+    step: Array  # [] int32, env steps done over all environments
+
+
+class Trainer:
+    """The training process: collect, store, sample, learn and sync in one compiled program."""
+
+    def __init__(self, config: Config = Config()):
+        check_config(config)
+        self.config = config
+        self.env = make_env(config)
+        obs_space, action_space = self.env.observation_space, self.env.action_space
+        require_action_space("dqn", self.env, spaces.Discrete)
+        self.algorithm = Algorithm(config, obs_space, action_space)
+        self.agent = Agent(config, self.algorithm)
+        self.replay = Replay(
+            config.buffer_size, config.num_envs, config.gamma, config.n_step, config.frame_stack
+        )
+        self.evaluator = Evaluator(config, self.agent.predict)
+        self.state = self._init_state()
+        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+
+    def __call__(self) -> Generator[dict, None, None]:
+        """Train to total_timesteps; yield log_data at each log point."""
+        config = self.config
+        try:
+            while (step := int(self.state.step)) < config.total_timesteps:
+                num_steps = min(config.log_frequency, config.total_timesteps - step)
+                start_time = time.perf_counter()
+                self.state, metrics = self._run(self.state, -(-num_steps // config.num_envs))
+                self.env.check(self.state.env)
+                new_step = int(self.state.step)
+                rate = (new_step - step) / (time.perf_counter() - start_time)
+                logs = {"charts/SPS": rate, "charts/epsilon": self.agent.epsilon(new_step)}
+                yield from log_points(new_step, logs, self.state.env.summary, metrics)
+        finally:
+            self.env.close()
+
+    def _run_evaluate(self, num_episodes: int) -> dict:
+        """Play full episodes in environments of their own; log_data of their raw returns."""
+        return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
+
+    def _init_state(self) -> TrainState:
+        learner_key, env_key, key = jax.random.split(jax.random.key(self.config.seed), 3)
+        learner, env = self.algorithm.init(learner_key), self.env.reset(env_key)
+        step = jnp.zeros((), jnp.int32)
+        action, extras = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
+        return TrainState(learner, env, self.replay.init(env.obs, action, extras), key, step)
+
+    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+        """(collect, learn, sync) × num_iterations, or until an environment fails."""
+        config = self.config
+
+        def goes_on(carry: tuple) -> Array:
+            return (carry[0] < num_iterations) & (carry[1].env.fault == 0)
+
+        def iterate(carry: tuple) -> tuple:
+            iteration, state, metrics = carry
+            previous = state.step
+            state = self._run_collect(state)
+            due = partial(count_events, previous, state.step, config.learning_starts)
+            num_updates = due(config.train_frequency)
+            state, metrics = lax.fori_loop(0, num_updates, self._run_train, (state, metrics))
+            num_syncs = due(config.target_network_frequency)
+            state = lax.fori_loop(0, num_syncs, self._run_sync, state)
+            metrics["target_updates"] += num_syncs
+            return iteration + 1, state, metrics
+
+        zero = jnp.zeros(())
+        metrics = dict.fromkeys(("updates", "target_updates", "td_loss", "q_values"), zero)
+        state = state._replace(env=self.env.reset_summary(state.env))
+        _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
+        return state, metrics
+
+    def _run_collect(self, state: TrainState) -> TrainState:
+        """One vector step: act, step the environments, store."""
+        key, action_key = jax.random.split(state.key)
+        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
+        action, extras = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
+        env, (_, reward, terminated, truncated) = self.env.step(state.env, action)
+        transition = Transition(obs, action, reward, terminated, truncated, valid, extras)
+        replay = self.replay.add(state.replay, transition)
+        step = state.step + self.config.num_envs
+        return state._replace(env=env, replay=replay, key=key, step=step)
+
+    def _run_train(self, _: Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
+        """One update; its metrics are added up."""
+        state, metrics = carry
+        key, sample_key = jax.random.split(state.key)
+        batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
+        learner, new_metrics = self.agent.learn(state.learner, batch)
+        new_metrics |= {"updates": 1.0, "target_updates": 0.0}
+        metrics = jax.tree.map(jnp.add, metrics, new_metrics)
+        return state._replace(learner=learner, key=key), metrics
+
+    def _run_sync(self, _: Array, state: TrainState) -> TrainState:
+        return state._replace(learner=self.algorithm.sync_target(state.learner))
+
+
+if __name__ == "__main__":
+    run(Trainer, Config, PRESETS)

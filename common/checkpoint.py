@@ -1,0 +1,203 @@
+"""Checkpoints: the whole TrainState, atomic, the last few and the best, and how to go on."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array
+
+from common.envs import make_env
+from common.errors import UserError
+
+Call = Callable[[Any], Generator[dict, None, None]]
+
+
+class Checkpoints:
+    """The checkpoints of one folder, written by orbax."""
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers as managers
+
+        self.folder, self._ocp = folder, ocp
+        best = managers.BestN(
+            get_metric_fn=lambda metrics: metrics["return"],
+            n=1,
+            keep_checkpoints_without_metrics=False,
+        )
+        latest = managers.LatestN(keep)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy([latest, best]),
+            best_fn=lambda metrics: metrics["return"],
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def steps(self) -> list[int]:
+        """Return the steps that can be restored, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def best_step(self) -> int | None:
+        """Return the step with the highest return, or None if no return was ever known."""
+        return self._manager.best_step()
+
+    def save(self, step: int, state: Any, episode_return: float | None) -> None:
+        """Write a checkpoint; a killed or failed write leaves the earlier ones as they are."""
+        metrics = None if episode_return is None else {"return": episode_return}
+        self._manager.save(
+            step, args=self._ocp.args.StandardSave(state), metrics=metrics, force=True
+        )
+
+    def restore(self, step: int, like: Any) -> Any:
+        """Return the checkpoint of a step, with the structure, shapes and dtypes of `like`.
+
+        Raises:
+            ValueError, OSError, KeyError: it is damaged or holds something else.
+        """
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        device = jax.devices()[0]
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        abstract = jax.tree.map(lambda x: x.update(sharding=sharding), abstract)
+        return self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+
+
+def saved_part(trainer: Any, state: Any) -> Any:
+    """Return what a checkpoint holds: environments outside JAX cannot be saved."""
+    return state if trainer.env.restorable else state._replace(env=())
+
+
+def checkpointer(
+    folder: Callable[[], Path], frequency: int, keep: int, best_of: str, say: Callable[[str], None]
+) -> Callable[[Call], Call]:
+    """Decorate `Trainer.__call__`: save every `frequency` env steps and whenever it ends.
+
+    Args:
+        folder: returns the checkpoint folder, made when first asked for.
+        frequency: env steps between two saves; 0 saves at the end only.
+        keep: how many of the latest checkpoints stay; the best one stays as well.
+        best_of: name of the logged return that ranks checkpoints.
+        say: prints a line.
+
+    "Ends" is: all steps done, a stop signal, or an error in whoever drives the generator or in an
+    environment; a run that ends before its first log point leaves nothing. A save that fails does
+    not stop training; if the last one fails in the run folder, it is tried in the system's
+    temporary folder.
+    """
+
+    def decorate(call: Call) -> Call:
+        def checkpointed(trainer: Any) -> Generator[dict, None, None]:
+            first = last = saved = int(trainer.state.step)
+            best = None
+            try:
+                for log_data in call(trainer):
+                    step = log_data["sample_step"]
+                    best = log_data["logs"].get(best_of, best if step == last else None)
+                    due = frequency and step // frequency > last // frequency
+                    last = step
+                    yield log_data
+                    if due:
+                        with _reported(say):
+                            _save(folder(), keep, trainer, best)
+                            saved = step
+            finally:
+                learned = last > first and not _is_lost(trainer.state)
+                if learned and int(trainer.state.step) > saved:
+                    _save_at_end(folder, keep, trainer, best, say)
+
+        return checkpointed
+
+    return decorate
+
+
+def _save(folder: Path, keep: int, trainer: Any, episode_return: float | None) -> None:
+    state = saved_part(trainer, trainer.state)
+    Checkpoints(folder, keep).save(int(trainer.state.step), state, episode_return)
+
+
+@contextlib.contextmanager
+def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:
+        say(f"warning: checkpoint not written ({_one_line(error)}); the earlier ones are intact")
+
+
+def _save_at_end(
+    folder: Callable[[], Path],
+    keep: int,
+    trainer: Any,
+    episode_return: float | None,
+    say: Callable[[str], None],
+) -> None:
+    try:
+        _save(folder(), keep, trainer, episode_return)
+    except Exception as error:
+        rescue = Path(tempfile.mkdtemp(prefix="quartet-checkpoint-"))
+        try:
+            _save(rescue, keep, trainer, episode_return)
+            where = f"it was saved in {rescue} instead; free space, then move it to {folder()}"
+        except Exception as second:
+            where = f"nor in {rescue} ({_one_line(second)}); free space and train again"
+        raise UserError(
+            f"the last checkpoint could not be written ({_one_line(error)}); {where}"
+        ) from error
+
+
+def _is_lost(state: Any) -> bool:
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, Array))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
+    """Put the newest readable checkpoint of `folder` into `trainer.state`.
+
+    Environments outside JAX start new episodes with new seeds, and replay does not join the rows
+    before and after.
+
+    Raises:
+        UserError: there is no checkpoint, or none that fits this algorithm and configuration.
+    """
+    state, step = restore_state(trainer, folder, None, say)
+    if not trainer.env.restorable:
+        say(f"resuming at step {step}: {trainer.config.env_id} starts new episodes")
+        trainer.env.close()
+        trainer.env = make_env(trainer.config, first_step=step)
+        state = state._replace(env=trainer.env.reset(state.key))
+        if hasattr(trainer, "replay"):
+            state = state._replace(replay=trainer.replay.interrupt(state.replay))
+    trainer.state = state
+
+
+def restore_state(
+    trainer: Any, folder: Path, step: int | None, say: Callable[[str], None]
+) -> tuple[Any, int]:
+    """Return the TrainState of a step (the newest readable one for None), and that step.
+
+    Raises:
+        UserError: there is none, or none that fits.
+    """
+    steps = Checkpoints(folder).steps() if folder.is_dir() else []
+    if not steps or (step is not None and step not in steps):
+        raise UserError(
+            f"{folder.parent} has no checkpoint{'' if step is None else f' of step {step}'}; "
+            "give a run folder that training left behind"
+        )
+    like = saved_part(trainer, trainer.state)
+    problem = ""
+    for candidate in [step] if step is not None else reversed(steps):
+        try:
+            return Checkpoints(folder).restore(candidate, like), candidate
+        except Exception as error:
+            problem = problem or _one_line(error)
+            say(f"warning: checkpoint {candidate} of {folder.parent} cannot be read")
+    raise UserError(
+        f"no checkpoint of {folder.parent} can be restored into this algorithm and configuration "
+        f"({problem}); give the run folder of the same algorithm and environment"
+    )

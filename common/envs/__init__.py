@@ -1,0 +1,198 @@
+"""Environments of three backends behind one contract; see `common.envs.env`."""
+
+import ast
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from gymnasium import spaces
+
+from common.envs.env import Env, EnvState, EpisodeSummary, TimeStep, sub_spaces
+from common.errors import UserError
+
+__all__ = [
+    "Env",
+    "EnvBackend",
+    "EnvConfig",
+    "EnvState",
+    "EpisodeSummary",
+    "TimeStep",
+    "make_env",
+    "require_action_space",
+    "resolve_backend",
+]
+
+EnvBackend = Literal["auto", "envpool", "gymnasium", "jax"]
+Purpose = Literal["train", "evaluate", "video"]
+PURPOSES = ("train", "evaluate", "video")
+
+
+class EnvConfig(Protocol):
+    """The fields of an algorithm's Config that describe its environment."""
+
+    @property
+    def env_id(self) -> str: ...  # noqa: D102
+    @property
+    def env_backend(self) -> EnvBackend: ...  # noqa: D102
+    @property
+    def env_module(self) -> str | None: ...  # noqa: D102
+    @property
+    def env_kwargs(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def num_envs(self) -> int: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+
+
+def make_env(
+    config: EnvConfig,
+    purpose: Purpose = "train",
+    num_envs: int | None = None,
+    first_step: int = 0,
+) -> Env:
+    """Make the environments of a run, each with its own seed.
+
+    Args:
+        config: names the environment, its options, how many run in parallel, and the seed.
+        purpose: Atari is clipped and cut into lives in training only; "video" can be rendered. No
+            two purposes share a seed.
+        num_envs: instead of config.num_envs.
+        first_step: env steps done so far, so that a resumed run sees new episodes.
+
+    Raises:
+        UserError: unknown id, backend, module or option, or an unsupported space.
+    """
+    if config.env_module:
+        _import(config.env_module)
+    backend = resolve_backend(config.env_id, config.env_backend)
+    options = _parse_kwargs(config.env_kwargs)
+    entropy = [config.seed, PURPOSES.index(purpose), first_step]
+    words = np.random.SeedSequence(entropy).generate_state(num_envs or config.num_envs)
+    seeds = [int(word) >> 1 for word in words]
+    env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
+    _check_space(config.env_id, "observation", env.observation_space)
+    _check_space(config.env_id, "action", env.action_space)
+    return env
+
+
+def _make_backend(
+    env_id: str, backend: str, seeds: list[int], options: dict[str, Any], purpose: Purpose
+) -> Any:
+    if backend == "envpool":
+        from common.envs import envpool_backend as ep
+        from common.envs.host import HostBackend
+
+        if purpose == "video":
+            options = {"render_mode": "rgb_array"} | options
+        pool = ep.make_pool(env_id, seeds, options, training=purpose == "train")
+        if ep.has_64_bit_fields(pool):
+            return HostBackend(ep.PoolStepper(pool))
+        return ep.XlaPoolBackend(pool)
+    if backend == "gymnasium":
+        from common.envs.gymnasium_backend import GymnasiumStepper
+        from common.envs.host import HostBackend
+
+        return HostBackend(GymnasiumStepper(env_id, seeds, options, render=purpose == "video"))
+    from common.envs.jax_backend import GymnaxEnv, JaxBackend, PgxEnv
+
+    family, name = env_id.split("/", 1)
+    make = GymnaxEnv if family == "gymnax" else PgxEnv
+    return JaxBackend(make(name, options), len(seeds))
+
+
+def resolve_backend(env_id: str, backend: EnvBackend = "auto") -> EnvBackend:
+    """Return the backend that serves `env_id`.
+
+    Raises:
+        UserError: if no backend, or not the one asked for, knows the id.
+    """
+    if backend not in ("auto", "envpool", "gymnasium", "jax"):
+        raise UserError(
+            f"unknown --env-backend {backend!r}; accepted are auto, envpool, gymnasium, jax"
+        )
+    order: tuple[EnvBackend, ...] = (
+        ("envpool", "gymnasium", "jax") if backend == "auto" else (backend,)
+    )
+    if env_id.startswith(("gymnax/", "pgx/")) and backend == "auto":
+        order = ("jax",)
+    known = {name: _known_ids(name, env_id) for name in order}
+    for name in order:
+        if env_id in known[name] or (name == "gymnasium" and ":" in env_id):
+            return name
+    candidates = sorted({id_ for ids in known.values() for id_ in ids})
+    raise UserError(_unknown_id(env_id, backend, candidates))
+
+
+def _known_ids(backend: str, env_id: str) -> list[str]:
+    if backend == "envpool":
+        import envpool
+
+        return envpool.list_all_envs()
+    if backend == "gymnasium":
+        import gymnasium
+
+        return list(gymnasium.registry)
+    family = env_id.split("/", 1)[0]
+    if family not in ("gymnax", "pgx"):
+        return []
+    try:
+        library = importlib.import_module(family)
+    except ImportError as error:
+        raise UserError(
+            f"{env_id} needs the package {family}; pip install 'quartet-rl[jax-envs]'"
+        ) from error
+    names = library.registered_envs if family == "gymnax" else library.available_envs()
+    return [f"{family}/{name}" for name in names]
+
+
+def _unknown_id(env_id: str, backend: str, candidates: list[str]) -> str:
+    near = difflib.get_close_matches(env_id, candidates, n=3, cutoff=0.5)
+    where = "any backend" if backend == "auto" else f"backend {backend}"
+    hint = f"did you mean {', '.join(near)}?" if near else "see docs/environments.md for the ids"
+    return f"unknown --env-id {env_id!r} for {where}; {hint} (--env-module imports your own first)"
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise UserError(
+            f"--env-module {module!r} could not be imported ({error}); "
+            "give a module on PYTHONPATH that registers the environment"
+        ) from error
+
+
+def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"--env-kwargs takes KEY=VALUE, got {pair!r}; e.g. frame_skip=2")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
+
+
+def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in sub_spaces(space).values():
+            _check_space(env_id, what, part)
+    elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete):
+        raise UserError(
+            f"{env_id} has the {what} space {space}; accepted are Box, Discrete, MultiDiscrete, "
+            "and Dict and Tuple of these; wrap the environment to convert it"
+        )
+
+
+def require_action_space(algo: str, env: Env, kind: type[spaces.Space]) -> None:
+    """Raise a UserError if the action space of `env` is not of the kind that `algo` needs."""
+    if not isinstance(env.action_space, kind):
+        env.close()
+        raise UserError(
+            f"{algo} needs a {kind.__name__} action space, {env.env_id} has {env.action_space}; "
+            "choose an environment or an algorithm that fits"
+        )

@@ -1,0 +1,164 @@
+"""envpool: C++ environments, stepped by XLA itself wherever their dtypes allow it."""
+
+import os
+from typing import Any
+
+import envpool
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+from jax import Array
+
+from common.envs.env import BackendStep
+from common.envs.host import HostStep
+from common.errors import UserError
+
+CHEAP_FAMILIES = ("classic_control", "toy_text", "box2d", "minigrid")
+
+
+def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: bool) -> Any:
+    """Make a pool with `seeds[i]` for environment i and the Atari preset where it applies.
+
+    Atari trains on one life an episode and rewards clipped to their sign, and is evaluated on full
+    games and raw rewards (Mnih et al. 2015); `kwargs` win over the preset.
+
+    Raises:
+        UserError: if envpool refuses the options, or several players share the environment.
+    """
+    defaults: dict[str, Any] = {"num_threads": _num_threads(env_id, len(seeds))}
+    if is_atari(env_id) and training:
+        defaults |= {"episodic_life": True, "reward_clip": True}
+    options = defaults | kwargs
+    try:
+        pool = envpool.make(
+            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, **options
+        )
+    except Exception as error:
+        accepted = [k for k in envpool.make_spec(env_id).config._fields if k not in _OURS]
+        raise UserError(
+            f"envpool refused the options {kwargs} for {env_id}; "
+            f"--env-kwargs accepts {', '.join(sorted(accepted))}"
+        ) from error
+    if pool.config["max_num_players"] > 1:
+        raise UserError(f"{env_id} has several players; use a single-agent environment")
+    return pool
+
+
+_OURS = {"num_envs", "batch_size", "seed", "env_seed", "base_path", "gym_reset_return_info"}
+
+
+def is_atari(env_id: str) -> bool:
+    """Return whether an id that envpool knows is an Atari game."""
+    return _family(env_id) == "atari"
+
+
+def _family(env_id: str) -> str:
+    return envpool.registration.registry.specs[env_id][0].removeprefix("envpool.").split(".")[0]
+
+
+def _num_threads(env_id: str, num_envs: int) -> int:
+    """One thread for cheap environments: handing work over costs more than their step."""
+    if _family(env_id) in CHEAP_FAMILIES:
+        return 1
+    return min(num_envs, len(os.sched_getaffinity(0)))
+
+
+def has_64_bit_fields(pool: Any) -> bool:
+    """Return whether any action or state field is 64 bits wide, which 32-bit XLA corrupts."""
+    fields = {**pool.spec.state_array_spec, **pool.spec.action_array_spec}.values()
+    return any(np.dtype(field.dtype).itemsize == 8 for field in fields)
+
+
+def _mended(space: spaces.Space) -> spaces.Space:
+    """Replace bounds that envpool reports as the smallest positive float by minus infinity."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({k: _mended(s) for k, s in space.spaces.items()})
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        limits = np.finfo(space.dtype)
+        low = np.where(space.low == limits.tiny, -np.inf, space.low).astype(np.float32)
+        high = np.where(space.high == limits.max, np.inf, space.high).astype(np.float32)
+        return spaces.Box(low, high, dtype=np.float32)
+    return space
+
+
+class XlaPoolBackend:
+    """A pool stepped inside the compiled program.
+
+    `pool.xla()` bakes the pool's address into the program: this object must live as long as the
+    program, and another pool needs another program.
+    """
+
+    restorable = False
+    failure = None
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.num_envs = pool.num_envs
+        self.observation_space = _mended(pool.observation_space)
+        self.action_space = _mended(pool.action_space)
+        self._handle, _, _, self._step = pool.xla()
+
+    def reset(self, key: Array) -> tuple[Any, Any]:
+        """Start N episodes; their seeds were given when the pool was made."""
+        obs, _ = self.pool.reset()
+        return jnp.array(self._handle), jax.tree.map(jnp.asarray, obs)
+
+    def step(self, inner: Any, action: Any) -> tuple[Any, BackendStep]:
+        """Step through the pool's XLA custom call."""
+        dtype = self.pool.spec.action_array_spec[self.pool._action_keys[-1]].dtype
+        inner, (obs, reward, terminated, truncated, info) = self._step(inner, action.astype(dtype))
+        raw_reward, game_over = _full_game(reward, terminated, truncated, info)
+        no = jnp.zeros((), bool)
+        return inner, BackendStep(obs, reward, terminated, truncated, raw_reward, game_over, no)
+
+    def render(self, inner: Any) -> np.ndarray:
+        """Return an RGB frame of the first environment."""
+        return _render(self.pool)
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.pool.close()
+
+
+class PoolStepper:
+    """A pool stepped with numpy arrays, for pools with 64-bit fields (MuJoCo, DMC)."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.num_envs = pool.num_envs
+        self.observation_space = _mended(pool.observation_space)
+        self.action_space = _mended(pool.action_space)
+
+    def reset(self) -> Any:
+        """Start N episodes and return obs [N, *obs]."""
+        return self.pool.reset()[0]
+
+    def step(self, action: Any) -> HostStep:
+        """Step all environments once; a copy that ended is reset instead."""
+        obs, reward, terminated, truncated, info = self.pool.step(action)
+        return HostStep(
+            obs, reward, terminated, truncated, *_full_game(reward, terminated, truncated, info)
+        )
+
+    def render(self) -> np.ndarray:
+        """Return an RGB frame of the first environment."""
+        return _render(self.pool)
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.pool.close()
+
+
+def _full_game(reward: Any, terminated: Any, truncated: Any, info: dict) -> tuple[Any, Any]:
+    """Return the unclipped reward and whether the whole game, not only a life, ended."""
+    if "lives" not in info:
+        return reward, terminated | truncated
+    return info["reward"], (info["terminated"] == 1) | truncated
+
+
+def _render(pool: Any) -> np.ndarray:
+    try:
+        return np.asarray(pool.render(env_ids=0)[0])
+    except Exception as error:
+        raise UserError(f"envpool cannot render this environment: {error}") from error

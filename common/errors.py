@@ -1,0 +1,9 @@
+"""The one exception that a user of the package is meant to read."""
+
+
+class UserError(ValueError):
+    """Bad input, a failing environment, or a run folder that cannot be used.
+
+    Its text is a single line that names the value, what is accepted and what to do next. The
+    command line prints that line and exits with code 2; `--debug` shows the traceback as well.
+    """

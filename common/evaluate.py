@@ -1,0 +1,57 @@
+"""Play a trained policy: python -m common.evaluate RUN_DIR [--episodes N] [--video]."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from common import threads
+from common.errors import UserError
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Reload a run folder, play full episodes and print the raw return."""
+
+    run_dir: tyro.conf.Positional[str]
+    """folder of a run"""
+    episodes: int = 20
+    """full episodes to play"""
+    checkpoint: str = "latest"
+    """a step, latest or best"""
+    video: bool = False
+    """also write a GIF of one episode into the run folder"""
+
+
+def main(options: EvaluateOptions) -> None:
+    """Print `mean ± std` of the raw return."""
+    if options.episodes < 1:
+        raise UserError(f"--episodes must be 1 or more, got {options.episodes}")
+    wanted = options.checkpoint
+    if wanted not in ("latest", "best") and not wanted.isdigit():
+        raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
+    threads.use_one_core()
+    from common.policy import load
+
+    policy = load(options.run_dir, int(wanted) if wanted.isdigit() else wanted)
+    logs = policy.trainer._run_evaluate(options.episodes)["logs"]
+    print(
+        f"{logs['charts/evaluation_return']:.1f} ± {logs['charts/evaluation_std']:.1f} "
+        f"over {options.episodes} episodes, checkpoint {policy.step}"
+    )
+    if options.video:
+        from common.video import save_video
+
+        trainer = policy.trainer
+        path = Path(options.run_dir, "videos", f"step_{policy.step}.gif")
+        save_video(trainer.config, trainer.agent.predict, trainer.state.learner, path)
+        print(f"video: {path}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(EvaluateOptions))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

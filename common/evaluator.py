@@ -1,0 +1,135 @@
+"""Evaluation: full episodes, raw returns, in environments that training never sees."""
+
+import math
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from common.envs import Env, EnvConfig, EnvState, make_env
+from common.errors import UserError
+
+MAX_ENVS = 20
+MAX_EPISODE_STEPS = 100_000
+
+Predict = Callable[[Any, Any, Array], Any]
+Call = Callable[[Any], Generator[dict, None, None]]
+
+
+class _Play(NamedTuple):
+    env: EnvState
+    key: Array
+    finished: Array  # [N] episodes finished, at most quota
+    returns: Array  # [N, quota]
+    lengths: Array  # [N, quota]
+    steps: Array  # [] vector steps
+
+
+class Evaluator:
+    """Plays episodes with `predict(learner, obs, key) -> action`; environments are made once.
+
+    Every environment plays the same number of episodes, so that short episodes do not count more
+    often than long ones.
+    """
+
+    def __init__(self, config: EnvConfig, predict: Predict) -> None:
+        self.config, self.predict = config, predict
+        self._env: Env | None = None
+
+    def __call__(self, learner: Any, step: int, num_episodes: int) -> dict:
+        """Play `num_episodes` full episodes and return their log_data.
+
+        The keys depend on the seed and on `step`, the env steps trained so far, alone: evaluation
+        does not change training.
+
+        Raises:
+            UserError: an environment failed, or an episode did not end in 100,000 steps.
+        """
+        num_envs = min(num_episodes, MAX_ENVS)
+        if self._env is None or self._env.num_envs != num_envs:
+            self.close()
+            self._env = make_env(self.config, "evaluate", num_envs)
+            self._compiled = jax.jit(self._play, static_argnames="quota")
+        env_key, key = jax.random.split(_evaluation_key(self.config.seed, step))
+        quota = math.ceil(num_episodes / num_envs)
+        played = self._compiled(learner, self._env.reset(env_key), key, quota=quota)
+        self._env.check(played.env)
+        unfinished = int((quota - played.finished).sum())
+        if unfinished:
+            raise UserError(
+                f"{unfinished} evaluation episodes of {self.config.env_id} did not end within "
+                f"{MAX_EPISODE_STEPS} steps; give the environment a time limit"
+            )
+        # Column by column: the first episode of every environment comes before any second one.
+        returns, lengths = (
+            np.ravel(x, order="F")[:num_episodes] for x in (played.returns, played.lengths)
+        )
+        logs = {
+            "charts/evaluation_return": float(returns.mean()),
+            "charts/evaluation_std": float(returns.std()),
+            "charts/evaluation_length": float(lengths.mean()),
+        }
+        return {"log_type": "evaluate", "sample_step": step, "logs": logs}
+
+    def close(self) -> None:
+        """Free the environments."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _play(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
+        env = self._env
+        assert env is not None
+        n = env.num_envs
+
+        def goes_on(play: _Play) -> Array:
+            running = (play.finished < quota).any() & (play.steps < MAX_EPISODE_STEPS * quota)
+            return running & (play.env.fault == 0)
+
+        def step(play: _Play) -> _Play:
+            key, action_key = jax.random.split(play.key)
+            action = self.predict(learner, play.env.obs, action_key)
+            state, _ = env.step(play.env, action)
+            # An out-of-range column is dropped: episodes beyond the quota do not count.
+            column = jnp.where(state.finished, play.finished, quota)
+            lane = jnp.arange(n)
+            return _Play(
+                env=state,
+                key=key,
+                finished=jnp.minimum(play.finished + state.finished, quota),
+                returns=play.returns.at[lane, column].set(state.finished_return, mode="drop"),
+                lengths=play.lengths.at[lane, column].set(state.finished_length, mode="drop"),
+                steps=play.steps + 1,
+            )
+
+        zero, count = jnp.zeros((), jnp.int32), jnp.zeros(n, jnp.int32)
+        returns, lengths = jnp.zeros((n, quota)), jnp.zeros((n, quota), jnp.int32)
+        return lax.while_loop(goes_on, step, _Play(env_state, key, count, returns, lengths, zero))
+
+
+def _evaluation_key(seed: int, step: int) -> Array:
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def evaluator(frequency: int, num_episodes: int) -> Callable[[Call], Call]:
+    """Decorate `Trainer.__call__`: evaluate every `frequency` env steps (0 = never).
+
+    The evaluation is yielded before the other log_data of its log point.
+    """
+
+    def decorate(call: Call) -> Call:
+        def evaluated(trainer: Any) -> Generator[dict, None, None]:
+            last = int(trainer.state.step)
+            for log_data in call(trainer):
+                step = log_data["sample_step"]
+                if frequency and step // frequency > last // frequency:
+                    yield trainer._run_evaluate(num_episodes)
+                last = step
+                yield log_data
+
+        return evaluated
+
+    return decorate

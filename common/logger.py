@@ -1,0 +1,231 @@
+"""Where log_data goes: metrics.csv, TensorBoard, Weights & Biases and the console."""
+
+import csv
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from common.cli import LoggingOptions
+from common.envs import EpisodeSummary
+
+COUNTS = ("updates", "target_updates")
+
+Call = Callable[[Any], Generator[dict, None, None]]
+
+
+def log_points(
+    step: int, logs: dict[str, Any], summary: EpisodeSummary, sums: dict[str, Any]
+) -> Generator[dict, None, None]:
+    """Yield the log_data of one log point: "collect", and "train" if there were updates.
+
+    Args:
+        step: env steps done.
+        logs: what "collect" shows besides the mean raw return and length of the games finished
+            since the last log point.
+        summary: those games.
+        sums: metrics added up over the updates since then; "updates" and "target_updates" are
+            counts, all others are shown as losses/NAME, the mean of an update.
+    """
+    episodes, return_sum, length_sum = (float(x) for x in jax.device_get(summary))
+    logs = {name: float(value) for name, value in logs.items()} | {"charts/episodes": episodes}
+    if episodes:
+        logs["charts/episodic_return"] = return_sum / episodes
+        logs["charts/episodic_length"] = length_sum / episodes
+    yield {"log_type": "collect", "sample_step": step, "logs": logs}
+    sums = {name: float(value) for name, value in sums.items()}
+    if updates := sums["updates"]:
+        counts = {f"charts/{k}": v for k, v in sums.items() if k in COUNTS}
+        means = {f"losses/{k}": v / updates for k, v in sums.items() if k not in COUNTS}
+        yield {"log_type": "train", "sample_step": step, "logs": means | counts}
+
+
+class Sink(Protocol):
+    """One destination of log_data."""
+
+    def write(self, step: int, logs: dict[str, float]) -> None:
+        """Take the scalars of one log point."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+def logger(
+    make_sinks: Callable[[], list[Sink]], say: Callable[[str], None]
+) -> Callable[[Call], Call]:
+    """Decorate `Trainer.__call__`: hand every log_data to the sinks.
+
+    Sinks are made at the first log point, so that a run that fails before it leaves no folder. One
+    that fails (a full disk, say) is reported and dropped: logging never stops training.
+    """
+
+    def decorate(call: Call) -> Call:
+        def logged(trainer: Any) -> Generator[dict, None, None]:
+            sinks: list[Sink] | None = None
+            try:
+                for log_data in call(trainer):
+                    sinks = make_sinks() if sinks is None else sinks
+                    for sink in list(sinks):
+                        try:
+                            sink.write(log_data["sample_step"], log_data["logs"])
+                        except OSError as error:
+                            say(f"warning: {type(sink).__name__} stops writing: {error}")
+                            sinks.remove(sink)
+                    yield log_data
+            finally:
+                for sink in sinks or []:
+                    sink.close()
+
+        return logged
+
+    return decorate
+
+
+class CsvSink:
+    """metrics.csv: one row a scalar, as step, seconds since the start, name, value."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        rows = read_metrics(path) if path.exists() else []
+        kept = [row for row in rows if row[0] <= first_step]
+        self._offset = kept[-1][1] if kept else 0.0
+        self._start = time.time()
+        fresh = path.with_suffix(".tmp")
+        self._file = fresh.open("w", newline="")
+        self._writer = csv.writer(self._file)
+        self._writer.writerow(("step", "seconds", "name", "value"))
+        self._writer.writerows(kept)
+        self._file.flush()
+        os.replace(fresh, path)
+
+    def write(self, step: int, logs: dict[str, float]) -> None:
+        """Append the scalars and flush."""
+        seconds = round(self._offset + time.time() - self._start, 3)
+        self._writer.writerows((step, seconds, name, value) for name, value in logs.items())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[tuple[int, float, str, float]]:
+    """Return the complete rows of a metrics.csv: step, seconds, name, value."""
+    rows = []
+    with path.open(newline="") as file:
+        for row in csv.reader(file):
+            if len(row) == 4 and row[0].isdigit():
+                rows.append((int(row[0]), float(row[1]), row[2], float(row[3])))
+    return rows
+
+
+class TensorBoardSink:
+    """TensorBoard event files, written without TensorFlow."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+        if first_step:
+            # Tells TensorBoard to drop what a killed run wrote beyond its last checkpoint.
+            session_log = SessionLog(status=SessionLog.START)
+            event = Event(wall_time=time.time(), step=first_step + 1, session_log=session_log)
+            self._writer.add_event(event)
+
+    def write(self, step: int, logs: dict[str, float]) -> None:
+        """Add one event with the scalars."""
+        values = [self._summary.Value(tag=k, simple_value=v) for k, v in logs.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run; resuming a run folder goes on with the same wandb run."""
+
+    def __init__(self, folder: Path, flags: dict, options: LoggingOptions, code: Path) -> None:
+        import wandb
+
+        id_file = folder / "wandb_id"
+        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
+        id_file.write_text(run_id)
+        self._run = wandb.init(
+            project=options.wandb_project,
+            entity=options.wandb_entity,
+            group=options.wandb_group,
+            tags=options.wandb_tags,
+            mode=options.wandb_mode,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            config=flags,
+            dir=str(folder),
+        )
+        self._run.save(str(code), base_path=str(code.parent), policy="now")
+        self._run.define_metric("sample_step")
+        self._run.define_metric("*", step_metric="sample_step")
+
+    def write(self, step: int, logs: dict[str, float]) -> None:
+        """Log the scalars of one log point."""
+        self._run.log(logs | {"sample_step": step})
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        self._run.finish()
+
+
+class ConsoleSink:
+    """A live progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, total: int, first_step: int) -> None:
+        self.console, self._total = console, total
+        self._latest = {"return": math.nan, "evaluation": math.nan, "SPS": math.nan}
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}")]
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
+            self._task = self._progress.add_task("", total=total, completed=first_step, text="")
+            self._progress.start()
+
+    def write(self, step: int, logs: dict[str, float]) -> None:
+        """Show the step, the latest returns and the speed."""
+        names = {
+            "return": "charts/episodic_return",
+            "evaluation": "charts/evaluation_return",
+            "SPS": "charts/SPS",
+        }
+        for short, name in names.items():
+            self._latest[short] = logs.get(name, self._latest[short])
+        shown = {k: v for k, v in self._latest.items() if not math.isnan(v)}
+        text = "  ".join(
+            f"{k} {v:,.0f}" if k == "SPS" else f"{k} {v:.1f}" for k, v in shown.items()
+        )
+        if self._progress:
+            self._progress.update(self._task, completed=step, text=text)
+        elif "charts/SPS" in logs:
+            left = (self._total - step) / logs["charts/SPS"]
+            self.console.print(f"step {step:>9,} of {self._total:,}  {text}  {left:.0f} s left")
+
+    def close(self) -> None:
+        """Stop the progress bar."""
+        if self._progress:
+            self._progress.stop()
+
+
+def make_console() -> Console:
+    """Return a console on standard output that never wraps plain lines."""
+    width = None if sys.stdout.isatty() else 200
+    return Console(width=width, highlight=False, soft_wrap=True)

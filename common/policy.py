@@ -1,0 +1,83 @@
+"""A trained policy as a numpy function, for deployment, videos and Gymnasium loops."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from gymnasium import spaces
+
+from common.checkpoint import Checkpoints, restore_state
+from common.envs.env import sub_spaces
+from common.errors import UserError
+
+
+class Policy:
+    """What `load` returns: `predict(obs)` on the host, and the trainer for everything else."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.trainer, self.step = trainer, step
+        self._key = jax.random.key(0)
+        self._predict = jax.jit(trainer.agent.predict)
+
+    def predict(self, obs: Any) -> np.ndarray:
+        """Return the evaluation actions [B, *action] for a batch of observations [B, *obs].
+
+        A single observation [*obs] gives a single action.
+        """
+        space = self.trainer.env.observation_space
+        single = _batch_rank(space, obs) == 0
+        batch = jax.tree.map(lambda x: np.asarray(x)[None] if single else np.asarray(x), obs)
+        self._key, key = jax.random.split(self._key)
+        action = self._predict(self.trainer.state.learner, batch, key)
+        return jax.tree.map(lambda x: np.asarray(x[0] if single else x), action)
+
+
+def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
+    """Load a run folder's policy.
+
+    Args:
+        run_dir: a folder under runs/.
+        step: a checkpoint's step, "latest" or "best".
+
+    Raises:
+        UserError: the folder is missing, or is no run folder, or has no such checkpoint.
+    """
+    folder = Path(run_dir)
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        module = _import_file(folder / f"{saved['algo']}.py")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
+    names = module.Config.__dataclass_fields__
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
+    trainer = module.Trainer(module.Config(**values))
+    checkpoints = folder / "checkpoints"
+    if step == "best" and checkpoints.is_dir():
+        step = Checkpoints(checkpoints).best_step() or "latest"
+    wanted = None if isinstance(step, str) else step
+    trainer.state, found = restore_state(trainer, checkpoints, wanted, print)
+    return Policy(trainer, found)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import the algorithm as it was when it trained: the run folder keeps a copy."""
+    spec = importlib.util.spec_from_file_location(f"quartet_run_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise FileNotFoundError(f"no {path.name} in it")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _batch_rank(space: Any, obs: Any) -> int:
+    """Return how many leading axes an observation has beyond its space."""
+    while isinstance(space, spaces.Dict | spaces.Tuple):
+        key, space = next(iter(sub_spaces(space).items()))
+        obs = obs[key]
+    return np.ndim(obs) - len(space.shape or ())

@@ -1,0 +1,252 @@
+"""Replay buffer: pure functions over device arrays, one observation stored a step.
+
+Rows are stored as [T, N, ...]: T steps of N environments, each lane in time order. The next
+observation of a row is the observation of the row after it, at the end of an episode too (see
+`common.envs.env` for the boundary contract), so it is never stored twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from common.errors import UserError
+
+
+class Transition(NamedTuple):
+    """One step of N environments, as stored."""
+
+    obs: Any  # [N, *obs] the observation that was acted on
+    action: Any  # [N, *action]
+    reward: Array  # [N] float32
+    terminated: Array  # [N] bool
+    truncated: Array  # [N] bool
+    valid: Array  # [N] bool, False on the row whose action the environment ignored
+    extras: Any = ()  # [N, ...] whatever else the agent wants back: log_prob, recurrent state, ...
+
+
+class Batch(NamedTuple):
+    """Sampled transitions with n-step returns."""
+
+    obs: Any  # [B, *obs]
+    action: Any  # [B, *action]
+    reward: Array  # [B] sum over k < m of gamma^k r_{t+k}; m <= n_step ends with the episode
+    discount: Array  # [B] gamma^m (1 - terminated): multiplies the value of next_obs
+    next_obs: Any  # [B, *obs] observation m steps later, the true final one at an episode's end
+    weight: Array  # [B] importance weight x validity, with mean 1 over the valid rows
+    extras: Any  # [B, ...]
+
+
+class ReplayState(NamedTuple):
+    """The buffer's arrays."""
+
+    storage: Transition  # [T, N, ...]
+    stack_start: Array  # [T, N] bool, no older frame belongs to the stack of this row
+    position: Array  # [] int32, the row written next
+    size: Array  # [] int32, rows written so far, at most T
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Static options of a buffer, and the pure functions that work on its `ReplayState`.
+
+    Attributes:
+        capacity: transitions in all environments together; rounded down to a multiple of num_envs.
+        num_envs: lanes N.
+        gamma: discount of one step.
+        n_step: steps in a return (Sutton 1988; Hessel et al. 2018). A return stops at the
+            episode's end and bootstraps from the final observation unless it was terminal.
+        frame_stack: if above 1, observations are [N, frame_stack, *frame] and only the newest
+            frame is stored; stacks are rebuilt at sampling and never reach into another game.
+
+    Raises:
+        UserError: if the capacity does not hold one return of stacked observations.
+    """
+
+    capacity: int
+    num_envs: int
+    gamma: float
+    n_step: int = 1
+    frame_stack: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n_step < 1 or self.frame_stack < 1:
+            raise UserError(
+                "--n-step and --frame-stack must be at least 1, got "
+                f"{self.n_step}, {self.frame_stack}"
+            )
+        least = (self.n_step + self.frame_stack) * self.num_envs
+        if self.capacity < least:
+            raise UserError(
+                f"--buffer-size {self.capacity} is too small for --n-step {self.n_step} and "
+                f"--frame-stack {self.frame_stack} with --num-envs {self.num_envs}; "
+                f"use at least {least}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """T, the rows of each lane."""
+        return self.capacity // self.num_envs
+
+    def init(self, obs: Any, action: Any, extras: Any = ()) -> ReplayState:
+        """Return an empty buffer for rows like these [N, ...], given as arrays or shapes.
+
+        Raises:
+            UserError: frame_stack is not the number of frames that observations stack.
+        """
+        if self.frame_stack > 1:
+            self._check_stack(obs)
+        frame = jax.eval_shape(self._newest_frame, obs)
+        flags: dict[str, Any] = {"reward": jax.ShapeDtypeStruct((self.num_envs,), jnp.float32)}
+        for name in ("terminated", "truncated", "valid"):
+            flags[name] = jax.ShapeDtypeStruct((self.num_envs,), bool)
+        stored: Any = Transition(obs=frame, action=action, **flags, extras=extras)
+        storage = jax.tree.map(lambda x: jnp.zeros((self.num_rows, *x.shape), x.dtype), stored)
+        stack_start = jnp.zeros((self.num_rows, self.num_envs), bool)
+        position, size = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return ReplayState(storage, stack_start, position, size)
+
+    def add(self, state: ReplayState, transition: Transition) -> ReplayState:
+        """Write one step of all environments over the oldest row."""
+
+        def write(buffer: Array, row: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(buffer, row, state.position, 0)
+
+        stored = transition._replace(obs=self._newest_frame(transition.obs))
+        storage = jax.tree.map(write, state.storage, stored)
+        stack_start = state.stack_start
+        if self.frame_stack > 1:
+            stack_start = write(stack_start, _is_repeated_frame(transition.obs))
+        return ReplayState(
+            storage=storage,
+            stack_start=stack_start,
+            position=(state.position + 1) % self.num_rows,
+            size=jnp.minimum(state.size + 1, self.num_rows),
+        )
+
+    def sample(self, state: ReplayState, key: Array, batch_size: int) -> Batch:
+        """Draw rows uniformly, with replacement, among those whose return is complete.
+
+        The newest n_step rows still miss their next observation and, once the buffer is full, the
+        oldest frame_stack - 1 rows miss frames: neither is drawn. A drawn row whose action the
+        environment ignored has weight 0, and the others share its weight.
+        """
+        time_key, env_key = jax.random.split(key)
+        incomplete = jnp.where(state.size == self.num_rows, self.frame_stack - 1, 0)
+        count = state.size - self.n_step - incomplete
+        age = incomplete + jax.random.randint(time_key, (batch_size,), 0, jnp.maximum(count, 1))
+        env = jax.random.randint(env_key, (batch_size,), 0, self.num_envs)
+        batch = self.gather(state, self._time_of(state, age), env)
+        valid = batch.weight * (count > 0)
+        return batch._replace(weight=valid * batch_size / jnp.maximum(valid.sum(), 1.0))
+
+    def gather(self, state: ReplayState, time: Array, env: Array) -> Batch:
+        """Return the transitions of rows (time, env) [B]; their weight is their validity."""
+        storage = state.storage
+
+        def take(x: Array, time: Array = time, env: Array = env) -> Array:
+            return x.at[time, env].get(mode="promise_in_bounds")
+
+        reward, discount, steps = self._n_step_return(state, time, env)
+        return Batch(
+            obs=self._obs_at(state, time, env),
+            action=jax.tree.map(take, storage.action),
+            reward=reward,
+            discount=discount,
+            next_obs=self._obs_at(state, (time + steps) % self.num_rows, env),
+            weight=take(storage.valid).astype(jnp.float32),
+            extras=jax.tree.map(take, storage.extras),
+        )
+
+    def _n_step_return(
+        self, state: ReplayState, time: Array, env: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return sum_k gamma^k r_{t+k}, gamma^m (1 - terminated) and m for rows [B]."""
+        steps = jnp.arange(self.n_step)
+        times = (time[:, None] + steps) % self.num_rows  # [B, n]
+
+        def take(x: Array) -> Array:
+            return x.at[times, env[:, None]].get(mode="promise_in_bounds")  # [B, n]
+
+        s = state.storage
+        ended = take(s.terminated) | take(s.truncated)  # [B, n]
+        goes_on = jnp.pad(~ended[:, :-1], ((0, 0), (1, 0)), constant_values=True)  # [B, n]
+        inside = jnp.cumprod(take(s.valid) & goes_on, axis=1)  # [B, n] 1 up to the episode's end
+        reward = (inside * self.gamma**steps * take(s.reward)).sum(1)  # [B]
+        terminated = (inside * take(s.terminated)).any(1)  # [B]
+        # An invalid row has weight 0; one step keeps its indices inside the buffer.
+        num_steps = jnp.maximum(inside.sum(1), 1)  # [B]
+        return reward, self.gamma**num_steps * (1.0 - terminated), num_steps
+
+    def _obs_at(self, state: ReplayState, time: Array, env: Array) -> Any:
+        """Return the observations of rows [B], stacks rebuilt from single frames."""
+        storage = state.storage.obs
+        if self.frame_stack == 1:
+            return jax.tree.map(lambda x: x.at[time, env].get(mode="promise_in_bounds"), storage)
+        age = (time - state.position + state.size) % self.num_rows  # [B] 0 = oldest
+        back = jnp.arange(self.frame_stack - 1)
+        times = (time[:, None] - back) % self.num_rows  # [B, stack - 1] newest first
+        starts = state.stack_start[times, env[:, None]] | (age[:, None] <= back)
+        available = jnp.cumprod(~starts, axis=1).sum(1)  # [B] frames before this row
+        oldest_first = jnp.arange(self.frame_stack - 1, -1, -1)
+        offset = jnp.minimum(oldest_first, available[:, None])  # [B, stack]
+        rows = (time[:, None] - offset) % self.num_rows
+        return storage.at[rows, env[:, None]].get(mode="promise_in_bounds")
+
+    def interrupt(self, state: ReplayState) -> ReplayState:
+        """Mark that the rows written next do not continue the newest row of each lane."""
+        newest = (state.position - 1) % self.num_rows
+        valid = state.storage.valid.at[newest].set(False)
+        return state._replace(storage=state.storage._replace(valid=valid))
+
+    def merge(self, state: ReplayState, other: "Replay", other_state: ReplayState) -> ReplayState:
+        """Append the rows of another buffer of the same lanes and options, in time order."""
+        if (other.num_envs, other.frame_stack) != (self.num_envs, self.frame_stack):
+            raise UserError(
+                f"cannot merge a buffer of {other.num_envs} environments and frame_stack "
+                f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
+                "both must be equal"
+            )
+
+        def append(age: Array, merged: ReplayState) -> ReplayState:
+            row = other._time_of(other_state, age)
+            storage = jax.tree.map(
+                lambda a, b: a.at[merged.position].set(b[row]), merged.storage, other_state.storage
+            )
+            starts = other_state.stack_start[row] | (age == 0)
+            return ReplayState(
+                storage=storage,
+                stack_start=merged.stack_start.at[merged.position].set(starts),
+                position=(merged.position + 1) % self.num_rows,
+                size=jnp.minimum(merged.size + 1, self.num_rows),
+            )
+
+        return lax.fori_loop(0, other_state.size, append, self.interrupt(state))
+
+    def in_time_order(self, state: ReplayState) -> Transition:
+        """Return the stored rows [size, N, ...] from oldest to newest (host only)."""
+        rows = self._time_of(state, jnp.arange(int(state.size)))
+        return jax.tree.map(lambda x: x[rows], state.storage)
+
+    def _time_of(self, state: ReplayState, age: Array) -> Array:
+        """Return the row index of an age; the oldest row has age 0."""
+        return (state.position - state.size + age) % self.num_rows
+
+    def _check_stack(self, obs: Any) -> None:
+        shape = getattr(obs, "shape", None)
+        if shape is None or len(shape) < 2 or shape[1] != self.frame_stack:
+            raise UserError(
+                f"--frame-stack {self.frame_stack} needs observations that stack as many frames "
+                f"along their first axis, got {shape and shape[1:]}; use --frame-stack 1"
+            )
+
+    def _newest_frame(self, obs: Any) -> Any:
+        return obs[:, -1] if self.frame_stack > 1 else obs
+
+
+def _is_repeated_frame(stacked_obs: Array) -> Array:
+    """Return whether all frames of [N, stack, *frame] are equal: nothing older is needed."""
+    same = stacked_obs[:, :-1] == stacked_obs[:, -1:]
+    return same.reshape(same.shape[0], -1).all(1)

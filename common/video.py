@@ -1,0 +1,53 @@
+"""A GIF of one episode, through the environment's own rendering."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from common.envs import make_env
+from common.evaluator import Predict
+
+MAX_FRAMES = 1_000
+MAX_SIDE = 400
+FRAME_MILLISECONDS = 33
+
+
+def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float:
+    """Play one full episode, write it as a GIF, and return its raw return.
+
+    Frames beyond the first 1,000 are played but not written.
+
+    Raises:
+        UserError: the environment cannot render.
+        OSError: the file cannot be written.
+    """
+    from PIL import Image
+
+    env = make_env(config, "video", num_envs=1)
+    try:
+        step, act = jax.jit(env.step), jax.jit(predict)
+        env_key, key = jax.random.split(jax.random.key(config.seed))
+        state = env.reset(env_key)
+        frames = [env.render(state)]
+        while not bool(state.finished[0]):
+            key, action_key = jax.random.split(key)
+            state, _ = step(state, act(learner, state.obs, action_key))
+            env.check(state)
+            if len(frames) < MAX_FRAMES:
+                frames.append(env.render(state))
+    finally:
+        env.close()
+    images = [Image.fromarray(_shrunk(frame)) for frame in frames]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images[0].save(
+        path, save_all=True, append_images=images[1:], duration=FRAME_MILLISECONDS, loop=0
+    )
+    return float(state.finished_return[0])
+
+
+def _shrunk(frame: np.ndarray) -> np.ndarray:
+    """[H, W, 3] -> every k-th pixel, so that no side is above 400."""
+    k = -(-max(frame.shape[:2]) // MAX_SIDE)
+    return np.ascontiguousarray(frame[::k, ::k])
