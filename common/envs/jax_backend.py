@@ -60,7 +60,9 @@ class JaxBackend:
         env_keys = jax.random.split(key, (self.num_envs, 2))  # [N, 2]
         state, obs = jax.vmap(self.env.reset)(env_keys[:, 0])
         inner = JaxInner(env_keys[:, 1], state, jnp.zeros(self.num_envs, bool))
-        return inner, jax.tree.map(_as_32_bit, obs)
+        # A copy, because some environments keep their observation in the state as well, and one
+        # buffer cannot be donated twice.
+        return inner, jax.tree.map(lambda x: jnp.copy(_as_32_bit(x)), obs)
 
     def step(self, inner: JaxInner, action: Any) -> tuple[JaxInner, BackendStep]:
         """Step the running copies and reset those whose previous step ended the episode."""

@@ -1,0 +1,306 @@
+"""Replay against hand-written golden cases and against a plain list of every row ever added."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.replay import Replay, ReplayState, Transition
+
+GAMMA = 0.9
+
+
+def fill(replay: Replay, rows: list[Transition]) -> ReplayState:
+    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
+    add = jax.jit(replay.add)
+    for row in rows:
+        state = add(state, row)
+    return state
+
+
+def counter_row(i: int, ended: bool = False, stack: list[int] | None = None) -> Transition:
+    """Row i of one environment; obs, action and reward are all i."""
+    obs = [[i]] if stack is None else [[[frame] for frame in stack]]
+    as_float, flag = jnp.full(1, float(i)), jnp.zeros(1, bool)
+    return Transition(
+        obs=jnp.array(obs),
+        action=jnp.full(1, i),
+        reward=as_float,
+        terminated=jnp.full(1, ended),
+        truncated=flag,
+        valid=~flag,
+    )
+
+
+def test_golden_overwrite():
+    replay = Replay(capacity=10, num_envs=1, gamma=GAMMA)
+    state = fill(replay, [counter_row(i) for i in range(15)])
+    assert state.storage.obs.ravel().tolist() == [10, 11, 12, 13, 14, 5, 6, 7, 8, 9]
+    assert int(state.size) == 10
+
+
+def test_golden_merge_in_time_order():
+    small = Replay(capacity=10, num_envs=1, gamma=GAMMA)
+    large = Replay(capacity=20, num_envs=1, gamma=GAMMA)
+    source = fill(small, [counter_row(i) for i in range(15)])
+    merged = large.merge(fill(large, [counter_row(i) for i in range(3)]), small, source)
+    rows = large.in_time_order(merged)
+    assert rows.obs.ravel().tolist() == [0, 1, 2, *range(5, 15)]
+    assert int(merged.size) == 13
+
+
+def test_merge_does_not_join_the_seam():
+    large = Replay(capacity=20, num_envs=1, gamma=GAMMA, n_step=3)
+    source = fill(large, [counter_row(i) for i in range(5, 9)])
+    merged = large.merge(fill(large, [counter_row(i) for i in range(3)]), large, source)
+    batch = large.gather(merged, jnp.array([1, 2, 3]), jnp.zeros(3, int))
+    assert batch.weight.tolist() == [1, 0, 1]  # row 2 has lost its next observation
+    assert batch.next_obs[:, 0].tolist()[::2] == [2, 8]  # row 1 bootstraps at 2, not at 5 or 6
+    np.testing.assert_allclose(batch.reward[0], 1.0)
+    np.testing.assert_allclose(batch.discount[0], GAMMA)
+
+
+def test_merge_keeps_frame_stacks_apart():
+    replay = Replay(capacity=20, num_envs=1, gamma=GAMMA, frame_stack=3)
+    first = fill(replay, [counter_row(i, stack=[0, max(0, i - 1), i]) for i in range(3)])
+    # A buffer that has overwritten the start of its episode: its oldest stack is cut short.
+    small = Replay(capacity=4, num_envs=1, gamma=GAMMA, frame_stack=3)
+    second = fill(small, [counter_row(i, stack=[i - 2, i - 1, i]) for i in range(10, 16)])
+    merged = replay.merge(first, small, second)
+    stacks = replay.gather(merged, jnp.array([3, 4, 5]), jnp.zeros(3, int)).obs[..., 0]
+    assert stacks.tolist() == [[12, 12, 12], [12, 12, 13], [12, 13, 14]]
+
+
+def golden_stack_rows() -> list[Transition]:
+    """16 adds whose episodes end at i % 5 == 0, each with the stack of 4 that an agent sees."""
+    rows, stack = [], [0] * 4
+    for i in range(16):
+        starts = i == 0 or (i - 1) % 5 == 0
+        stack = [i] * 4 if starts else [*stack[1:], i]
+        rows.append(counter_row(i, ended=i % 5 == 0, stack=stack))
+    return rows
+
+
+def test_golden_frame_stacks():
+    replay = Replay(capacity=9, num_envs=1, gamma=GAMMA, frame_stack=4)
+    state = fill(replay, golden_stack_rows())
+    batch = replay.gather(state, jnp.arange(9), jnp.zeros(9, int))
+    assert batch.obs[..., 0].tolist() == [
+        [7, 7, 8, 9],
+        [7, 8, 9, 10],
+        [11, 11, 11, 11],
+        [11, 11, 11, 12],
+        [11, 11, 12, 13],
+        [11, 12, 13, 14],
+        [12, 13, 14, 15],
+        [7, 7, 7, 7],
+        [7, 7, 7, 8],
+    ]
+    unfinished = [0, 2, 3, 4, 5, 7, 8]
+    assert batch.next_obs[..., 0][jnp.array(unfinished)].tolist() == [
+        [7, 8, 9, 10],
+        [11, 11, 11, 12],
+        [11, 11, 12, 13],
+        [11, 12, 13, 14],
+        [12, 13, 14, 15],
+        [7, 7, 7, 8],
+        [7, 7, 8, 9],
+    ]
+
+
+def test_frame_stack_stores_one_frame():
+    replay = Replay(capacity=10, num_envs=2, gamma=GAMMA, frame_stack=4)
+    obs = jax.ShapeDtypeStruct((2, 4, 84, 84), jnp.uint8)
+    state = jax.eval_shape(replay.init, obs, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert state.storage.obs.shape == (5, 2, 84, 84)
+
+
+class Lane(NamedTuple):
+    """Every row that one environment ever produced."""
+
+    stacks: list[list[int]]
+    reward: list[float]
+    terminated: list[bool]
+    truncated: list[bool]
+    valid: list[bool]
+
+
+def play(rng: np.random.Generator, length: int, stack: int) -> Lane:
+    """Random episodes under the boundary contract, with lost lives that keep the frames."""
+    lane = Lane([], [], [], [], [])
+    ended, new_game = False, True
+    frames = [0] * stack
+    for _ in range(length):
+        frame = int(rng.integers(0, 3))  # few values, so that frames repeat by chance
+        if new_game:
+            frames = [frame] * stack
+        elif lane.stacks:
+            frames = [*frames[1:], frame]
+        valid = not ended
+        terminated = valid and rng.random() < 0.2
+        truncated = valid and not terminated and rng.random() < 0.2
+        lane.stacks.append(list(frames))
+        lane.reward.append(float(rng.integers(-5, 6)) if valid else 0.0)
+        lane.terminated.append(bool(terminated))
+        lane.truncated.append(bool(truncated))
+        lane.valid.append(valid)
+        # The invalid row shows the final observation; the row after it starts the next episode.
+        new_game = ended and rng.random() < 0.7
+        ended = bool(terminated or truncated)
+    return lane
+
+
+def expected_return(lane: Lane, i: int, n_step: int) -> tuple[float, float, int]:
+    """Sum of discounted rewards, discount of the bootstrap value, and its row."""
+    total, k = 0.0, 0
+    while k < n_step and lane.valid[i + k]:
+        total += GAMMA**k * lane.reward[i + k]
+        k += 1
+        if lane.terminated[i + k - 1]:
+            return total, 0.0, i + k
+        if lane.truncated[i + k - 1]:
+            break
+    return total, GAMMA**k, i + k
+
+
+def transitions(lanes: list[Lane], stack: int) -> list[Transition]:
+    rows = []
+    for i in range(len(lanes[0].reward)):
+        stacks = jnp.array([lane.stacks[i] for lane in lanes], jnp.uint8)  # [N, stack]
+        column: dict[str, Any] = {
+            name: jnp.array([getattr(lane, name)[i] for lane in lanes]) for name in Lane._fields[1:]
+        }
+        obs = stacks[..., None] if stack > 1 else {"frame": stacks[:, -1:]}
+        action = jnp.full((len(lanes), 2), i)
+        column["reward"] = column["reward"].astype(jnp.float32)
+        rows.append(
+            Transition(obs=obs, action=action, **column, extras=jnp.full(len(lanes), i, jnp.int32))
+        )
+    return rows
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    num_envs=st.integers(1, 3),
+    num_rows=st.integers(9, 14),
+    length=st.integers(8, 40),
+    n_step=st.integers(1, 4),
+    frame_stack=st.integers(1, 4),
+)
+def test_samples_equal_the_plain_list(seed, num_envs, num_rows, length, n_step, frame_stack):
+    rng = np.random.default_rng(seed)
+    lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
+    replay = Replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack)
+    state = fill(replay, transitions(lanes, frame_stack))
+    batch = jax.jit(replay.sample, static_argnums=2)(state, jax.random.key(seed), 64)
+    oldest = max(0, length - num_rows)
+    first_complete = oldest + (frame_stack - 1 if length >= num_rows else 0)
+    drawn_valid = 0
+    for b in range(64):
+        i = int(batch.extras[b])
+        assert first_complete <= i < length - n_step
+        candidates = [lane for lane in lanes if matches(batch, b, lane, i, n_step, frame_stack)]
+        assert candidates, f"sample {b}, row {i} is in no lane"
+        drawn_valid += float(batch.weight[b]) > 0
+    if drawn_valid:
+        np.testing.assert_allclose(batch.weight.sum(), 64, rtol=1e-5)
+        np.testing.assert_allclose(batch.weight.max(), 64 / drawn_valid, rtol=1e-5)
+
+
+def matches(batch: Any, b: int, lane: Lane, i: int, n_step: int, frame_stack: int) -> bool:
+    obs, next_obs = (
+        x[b, :, 0] if frame_stack > 1 else x["frame"][b] for x in (batch.obs, batch.next_obs)
+    )
+    now = lane.stacks[i] if frame_stack > 1 else lane.stacks[i][-1:]
+    if (float(batch.weight[b]) > 0) != lane.valid[i] or obs.tolist() != now:
+        return False
+    if not lane.valid[i]:
+        return True
+    reward, discount, j = expected_return(lane, i, n_step)
+    then = lane.stacks[j] if frame_stack > 1 else lane.stacks[j][-1:]
+    return (
+        np.isclose(batch.reward[b], reward, atol=1e-5)
+        and np.isclose(batch.discount[b], discount)
+        and next_obs.tolist() == then
+        and batch.action[b].tolist() == [i, i]
+    )
+
+
+@pytest.mark.parametrize(("n_step", "length"), [(1, 5), (3, 5), (1, 20), (3, 20)])
+def test_every_complete_row_is_drawn_equally_often(n_step, length):
+    replay = Replay(capacity=20, num_envs=2, gamma=GAMMA, n_step=n_step)
+    rows = transitions([play(np.random.default_rng(0), length, 1) for _ in range(2)], 1)
+    state = fill(replay, rows)
+    drawn = np.asarray(replay.sample(state, jax.random.key(0), 40_000).extras)
+    oldest = max(0, length - 10)
+    counts = np.bincount(drawn, minlength=length)
+    allowed = np.arange(oldest, length - n_step)
+    assert counts[:oldest].sum() == counts[length - n_step :].sum() == 0
+    np.testing.assert_allclose(counts[allowed] / 40_000, 1 / len(allowed), rtol=0.1)
+
+
+def test_three_step_return_by_hand():
+    replay = Replay(capacity=10, num_envs=1, gamma=0.5, n_step=3)
+    # r = 1, 2, 4 (terminated), reset row, then 8, 16 (truncated), reset row, 32, 64, 128
+    rewards = [1, 2, 4, 0, 8, 16, 0, 32, 64, 128]
+    rows = [counter_row(i)._replace(reward=jnp.full(1, float(r))) for i, r in enumerate(rewards)]
+    rows[2] = rows[2]._replace(terminated=jnp.ones(1, bool))
+    rows[5] = rows[5]._replace(truncated=jnp.ones(1, bool))
+    for i in (3, 6):
+        rows[i] = rows[i]._replace(valid=jnp.zeros(1, bool))
+    batch = replay.gather(fill(replay, rows), jnp.arange(7), jnp.zeros(7, int))
+    real = jnp.array([0, 1, 2, 4, 5])
+    assert batch.weight.tolist() == [1, 1, 1, 0, 1, 1, 0]
+    assert batch.reward[real].tolist() == [1 + 1 + 1, 2 + 2, 4, 8 + 8, 16]
+    assert batch.discount[real].tolist() == [0, 0, 0, 0.25, 0.5]
+    assert batch.next_obs[real, 0].tolist() == [3, 3, 3, 6, 6]
+
+
+def test_too_little_data_has_no_weight():
+    replay = Replay(capacity=10, num_envs=1, gamma=GAMMA, n_step=3)
+    state = fill(replay, [counter_row(0)])
+    assert replay.sample(state, jax.random.key(0), 4).weight.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"capacity": 3, "n_step": 2, "frame_stack": 2}, "--buffer-size 3"),
+        ({"capacity": 10, "n_step": 0}, "at least 1"),
+        ({"capacity": 10, "frame_stack": 0}, "at least 1"),
+    ],
+)
+def test_bad_options(options, said):
+    with pytest.raises(UserError, match=said):
+        Replay(num_envs=1, gamma=GAMMA, **options)
+
+
+def test_frame_stack_must_fit_the_observation():
+    replay = Replay(capacity=10, num_envs=1, gamma=GAMMA, frame_stack=4)
+    with pytest.raises(UserError, match="--frame-stack 4"):
+        replay.init(jnp.zeros((1, 3, 5, 5)), jnp.zeros(1, jnp.int32))
+
+
+def test_merge_needs_equal_lanes():
+    one, two = (Replay(capacity=10, num_envs=n, gamma=GAMMA) for n in (1, 2))
+    state = fill(one, [counter_row(0)])
+    with pytest.raises(UserError, match="cannot merge"):
+        one.merge(state, two, state)
+
+
+def test_checkpoint_round_trip(tmp_path):
+    from common.checkpoint import Checkpoints
+
+    replay = Replay(capacity=9, num_envs=1, gamma=GAMMA, frame_stack=4)
+    state = fill(replay, golden_stack_rows())
+    Checkpoints(tmp_path).save(5, state, None)
+    like = replay.init(golden_stack_rows()[0].obs, jnp.zeros(1, jnp.int32))
+    restored = Checkpoints(tmp_path).restore(5, like)
+    assert isinstance(restored, ReplayState)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
