@@ -59,10 +59,11 @@ class JaxBackend:
         """Start N episodes; traceable, so that seeds can be batched."""
         env_keys = jax.random.split(key, (self.num_envs, 2))  # [N, 2]
         state, obs = jax.vmap(self.env.reset)(env_keys[:, 0])
+        # Copies, because an environment may hold one array in two fields (as last and current
+        # position, say), and one buffer cannot be donated twice.
+        state, obs = jax.tree.map(jnp.copy, (state, obs))
         inner = JaxInner(env_keys[:, 1], state, jnp.zeros(self.num_envs, bool))
-        # A copy, because some environments keep their observation in the state as well, and one
-        # buffer cannot be donated twice.
-        return inner, jax.tree.map(lambda x: jnp.copy(_as_32_bit(x)), obs)
+        return inner, jax.tree.map(_as_32_bit, obs)
 
     def step(self, inner: JaxInner, action: Any) -> tuple[JaxInner, BackendStep]:
         """Step the running copies and reset those whose previous step ended the episode."""
