@@ -1,24 +1,31 @@
 """Checkpoints: the whole TrainState, atomic, the last few and the best, and how to go on."""
 
 import contextlib
+import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from common.envs import make_env
 from common.errors import UserError
+from common.logger import ends_log_point
 
 Call = Callable[[Any], Generator[dict, None, None]]
 
 
 class Checkpoints:
-    """The checkpoints of one folder, written by orbax."""
+    """The checkpoints of one folder, written by orbax.
 
-    def __init__(self, folder: Path, keep: int = 1) -> None:
+    Without `keep` they are for reading: another process may be writing at the same time.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
@@ -28,12 +35,13 @@ class Checkpoints:
             n=1,
             keep_checkpoints_without_metrics=False,
         )
-        latest = managers.LatestN(keep)
+        latest = managers.LatestN(keep or 1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy([latest, best]),
             best_fn=lambda metrics: metrics["return"],
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=keep is not None,
+            create=keep is not None,
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -48,9 +56,10 @@ class Checkpoints:
     def save(self, step: int, state: Any, episode_return: float | None) -> None:
         """Write a checkpoint; a killed or failed write leaves the earlier ones as they are."""
         metrics = None if episode_return is None else {"return": episode_return}
-        self._manager.save(
-            step, args=self._ocp.args.StandardSave(state), metrics=metrics, force=True
-        )
+        with _quiet_orbax():
+            self._manager.save(
+                step, args=self._ocp.args.StandardSave(state), metrics=metrics, force=True
+            )
 
     def restore(self, step: int, like: Any) -> Any:
         """Return the checkpoint of a step, with the structure, shapes and dtypes of `like`.
@@ -58,11 +67,34 @@ class Checkpoints:
         Raises:
             ValueError, OSError, KeyError: it is damaged or holds something else.
         """
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-        device = jax.devices()[0]
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        abstract = jax.tree.map(lambda x: x.update(sharding=sharding), abstract)
-        return self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        with _quiet_orbax():
+            return self._manager.restore(step, args=self._ocp.args.StandardRestore(like))
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps."""
+        for later in (s for s in self.steps() if s > step):
+            self._manager.delete(later)
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Generator[None, None, None]:
+    """Keep orbax's own remarks off standard error: what matters is raised."""
+    from absl import logging
+
+    verbosity, earlier = logging.get_verbosity(), sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            earlier(unraisable)
+
+    # After a failure the hook stays: reads still under way end later, each with a traceback.
+    sys.unraisablehook = hook
+    logging.set_verbosity(logging.FATAL)
+    try:
+        yield
+        sys.unraisablehook = earlier
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def saved_part(trainer: Any, state: Any) -> Any:
@@ -90,23 +122,26 @@ def checkpointer(
 
     def decorate(call: Call) -> Call:
         def checkpointed(trainer: Any) -> Generator[dict, None, None]:
-            first = last = saved = int(trainer.state.step)
+            first = last = tried = saved = int(trainer.state.step)
             best = None
             try:
-                for log_data in call(trainer):
-                    step = log_data["sample_step"]
-                    best = log_data["logs"].get(best_of, best if step == last else None)
-                    due = frequency and step // frequency > last // frequency
-                    last = step
-                    yield log_data
-                    if due:
-                        with _reported(say):
-                            _save(folder(), keep, trainer, best)
-                            saved = step
+                with contextlib.closing(call(trainer)) as inner:
+                    for log_data in inner:
+                        step = log_data["sample_step"]
+                        best = log_data["logs"].get(best_of, best if step == last else None)
+                        last = step
+                        yield log_data
+                        due = frequency and step // frequency > tried // frequency
+                        if due and ends_log_point(log_data):
+                            tried = step
+                            with _reported(say):
+                                _save(folder(), keep, trainer, best)
+                                saved = step
             finally:
-                learned = last > first and not _is_lost(trainer.state)
-                if learned and int(trainer.state.step) > saved:
-                    _save_at_end(folder, keep, trainer, best, say)
+                if last > first and not _is_lost(trainer.state):
+                    step = int(trainer.state.step)
+                    if step > saved:
+                        _save_at_end(folder(), keep, trainer, best if step == last else None)
 
         return checkpointed
 
@@ -126,25 +161,30 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
         say(f"warning: checkpoint not written ({_one_line(error)}); the earlier ones are intact")
 
 
-def _save_at_end(
-    folder: Callable[[], Path],
-    keep: int,
-    trainer: Any,
-    episode_return: float | None,
-    say: Callable[[str], None],
-) -> None:
+def _save_at_end(folder: Path, keep: int, trainer: Any, episode_return: float | None) -> None:
     try:
-        _save(folder(), keep, trainer, episode_return)
+        _save(folder, keep, trainer, episode_return)
     except Exception as error:
-        rescue = Path(tempfile.mkdtemp(prefix="quartet-checkpoint-"))
-        try:
-            _save(rescue, keep, trainer, episode_return)
-            where = f"it was saved in {rescue} instead; free space, then move it to {folder()}"
-        except Exception as second:
-            where = f"nor in {rescue} ({_one_line(second)}); free space and train again"
+        where = _rescue(folder, trainer, episode_return)
         raise UserError(
             f"the last checkpoint could not be written ({_one_line(error)}); {where}"
         ) from error
+
+
+def _rescue(folder: Path, trainer: Any, episode_return: float | None) -> str:
+    """Save into the system's temporary folder; say where, or why not."""
+    temporary = Path(tempfile.gettempdir())
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix="quartet-checkpoint-"))
+        _save(temporary, 1, trainer, episode_return)
+    except Exception as error:
+        if temporary != Path(tempfile.gettempdir()):
+            shutil.rmtree(temporary, ignore_errors=True)
+        return f"nor in {temporary} ({_one_line(error)}); free space and go on with --resume"
+    return (
+        f"it was saved as {temporary / str(int(trainer.state.step))} instead; free space, move "
+        f"it into {folder} and go on with --resume"
+    )
 
 
 def _is_lost(state: Any) -> bool:
@@ -165,14 +205,25 @@ def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
         UserError: there is no checkpoint, or none that fits this algorithm and configuration.
     """
     state, step = restore_state(trainer, folder, None, say)
-    if not trainer.env.restorable:
+    Checkpoints(folder, keep=1).drop_after(step)
+    if trainer.env.restorable:
+        say(f"resuming at step {step}")
+    else:
         say(f"resuming at step {step}: {trainer.config.env_id} starts new episodes")
         trainer.env.close()
         trainer.env = make_env(trainer.config, first_step=step)
         state = state._replace(env=trainer.env.reset(state.key))
         if hasattr(trainer, "replay"):
-            state = state._replace(replay=trainer.replay.interrupt(state.replay))
-    trainer.state = state
+            state = state._replace(replay=_interrupted(trainer.replay, state.replay))
+    # All on one footing: restored arrays are bound to a device, and a mix would compile twice.
+    trainer.state = jax.device_put(state, jax.devices()[0])
+
+
+def _interrupted(replay: Any, state: Any) -> Any:
+    """Part the rows before and after; a reward that was not finite may have been the last one."""
+    state = replay.interrupt(state)
+    reward = jnp.nan_to_num(state.storage.reward, posinf=0.0, neginf=0.0)
+    return state._replace(storage=state.storage._replace(reward=reward))
 
 
 def restore_state(
@@ -180,16 +231,20 @@ def restore_state(
 ) -> tuple[Any, int]:
     """Return the TrainState of a step (the newest readable one for None), and that step.
 
+    Frees the trainer's own state first, so that a large replay does not need its memory twice.
+
     Raises:
         UserError: there is none, or none that fits.
     """
     steps = Checkpoints(folder).steps() if folder.is_dir() else []
     if not steps or (step is not None and step not in steps):
-        raise UserError(
-            f"{folder.parent} has no checkpoint{'' if step is None else f' of step {step}'}; "
-            "give a run folder that training left behind"
-        )
-    like = saved_part(trainer, trainer.state)
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        hint = "give a run folder that training left behind"
+        if steps:
+            hint = f"it has those of {', '.join(map(str, steps))}"
+        raise UserError(f"{folder.parent} has {missing}; {hint}")
+    like = _abstract(saved_part(trainer, trainer.state))
+    trainer.state = None
     problem = ""
     for candidate in [step] if step is not None else reversed(steps):
         try:
@@ -201,3 +256,9 @@ def restore_state(
         f"no checkpoint of {folder.parent} can be restored into this algorithm and configuration "
         f"({problem}); give the run folder of the same algorithm and environment"
     )
+
+
+def _abstract(state: Any) -> Any:
+    """Return the shapes and dtypes of a state, on the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)

@@ -4,15 +4,19 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import io
 import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+import traceback
+import types
+import warnings
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -76,6 +80,23 @@ class Options:
     run: RunOptions
 
 
+@contextlib.contextmanager
+def exit_codes(debug: bool) -> Generator[None, None, None]:
+    """Turn a UserError into one line and exit code 2, and Ctrl-C into one line and 130."""
+    # envpool's own spaces set this off; nothing that a user could change.
+    warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+    try:
+        yield
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        sys.exit(130)
+
+
 def parse(
     config_class: type, presets: dict[str, dict], args: Sequence[str] | None = None
 ) -> Options:
@@ -97,34 +118,58 @@ def parse(
     flat_group: Any = tyro.conf.OmitArgPrefixes
     fields = [(name, flat_group[type(group)], group) for name, group in groups.items()]
     root = dataclasses.make_dataclass("Flags", fields)
-    parsed = _run_tyro(root, config_class, args)
+    summary = sys.modules[config_class.__module__].__doc__ or ""
+    parsed = parse_flags(root, args, summary.split("\n\n")[0])
     flat = {f: v for g in (parsed.algorithm, parsed.environment) for f, v in vars(g).items()}
     options = Options(config_class(**flat), parsed.logging, parsed.run)
     _check_run_options(options.run)
     return options
 
 
+def algo_of(algorithm: type) -> str:
+    """Return the name of the file that holds an algorithm's class."""
+    return Path(sys.modules[algorithm.__module__].__file__ or "").stem
+
+
 def _early_flags(args: Sequence[str]) -> argparse.Namespace:
     """Find the flags that choose the defaults of all others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "resume", "preset", "env-id", "env-backend"):
-        parser.add_argument(f"--{flag}", nargs="?")
+        names = dict.fromkeys((f"--{flag}", f"--{flag.replace('-', '_')}"))
+        parser.add_argument(*names, nargs="?")
     return parser.parse_known_args(args)[0]
 
 
 def _defaults(config_class: type, presets: dict, early: argparse.Namespace) -> dict[str, Any]:
-    names = {
-        f.name for c in (config_class, LoggingOptions, RunOptions) for f in dataclasses.fields(c)
-    }
-    path = Path(early.resume, "config.json") if early.resume else early.config
-    saved = _read_config(Path(path), names) if path else {}
+    saved = _saved_flags(config_class, early)
     env_id = early.env_id or saved.get("env_id") or config_class().env_id
     preset = early.preset or saved.get("preset") or "auto"
     if preset == "auto":
-        preset = "atari" if _is_atari(env_id, early.env_backend) else "classic"
+        backend = early.env_backend or saved.get("env_backend")
+        preset = "atari" if _is_atari(env_id, backend) else "classic"
     if preset not in presets:
         raise UserError(f"unknown --preset {preset!r}; accepted are auto, {', '.join(presets)}")
     return presets[preset] | {"preset": preset} | saved
+
+
+def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of the --config file or of the run to resume."""
+    if early.resume and early.config:
+        raise UserError(
+            f"--resume {early.resume} brings its own config.json; leave out --config {early.config}"
+        )
+    if early.config:
+        return _read_config(Path(early.config), "--config", config_class)
+    if not early.resume:
+        return {}
+    path, algo = Path(early.resume, "config.json"), algo_of(config_class)
+    trained_by = _read_json(path, "--resume").get("algo")
+    if trained_by != algo:
+        raise UserError(
+            f"--resume {early.resume} was trained by {trained_by}, not by {algo}; resume it with "
+            "its own file"
+        )
+    return _read_config(path, "--resume", config_class)
 
 
 def _is_atari(env_id: str, backend: str | None) -> bool:
@@ -137,20 +182,63 @@ def _is_atari(env_id: str, backend: str | None) -> bool:
     return env_id in envpool.list_all_envs() and is_atari(env_id)
 
 
-def _read_config(path: Path, names: set[str]) -> dict[str, Any]:
+def _read_json(path: Path, flag: str) -> dict[str, Any]:
+    wanted = {
+        "--config": "a JSON file of flags such as a run's config.json",
+        "--resume": "a run folder, such as one under runs/",
+    }
     try:
         saved = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {path} ({error}); give a JSON file of flags such as a run's config.json"
-        ) from error
+        raise UserError(f"{flag} cannot read {path} ({error}); give {wanted[flag]}") from error
     if not isinstance(saved, dict):
-        raise UserError(f"{path} holds a {type(saved).__name__}, not a JSON object of flags")
+        raise UserError(
+            f"{flag}: {path} holds a {type(saved).__name__}, not an object; give {wanted[flag]}"
+        )
+    return saved
+
+
+def _read_config(path: Path, flag: str, config_class: type) -> dict[str, Any]:
+    saved = _read_json(path, flag)
     saved.pop("algo", None)
-    unknown = sorted(set(saved) - names)
-    if unknown:
-        raise UserError(f"{path} has the unknown entry {unknown[0]!r}; see --help for the names")
+    hints: dict[str, Any] = {}
+    for options in (config_class, LoggingOptions, RunOptions):
+        hints |= get_type_hints(options)
+    for name, value in saved.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see --help for the names"
+            raise UserError(f"{flag}: {path} has the unknown entry {name!r}; {hint}")
+        if not _fits(value, hints[name]):
+            raise UserError(
+                f"{flag}: {path} gives {name!r} the value {value!r}, which must be "
+                f"{_accepted(hints[name])}; correct it, or leave the entry out"
+            )
     return {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has the type of a field."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(x, parts[0]) for x in value)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def _accepted(hint: Any) -> str:
+    """Say what a field takes."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return "a list of words"
+    known = {int: "a whole number", float: "a number", bool: "true or false"}
+    return known.get(hint, "a text")
 
 
 def _group(config_class: type, group: str, defaults: dict[str, Any]) -> Any:
@@ -182,18 +270,56 @@ def _field_docs(config_class: type) -> dict[str, str]:
     return docs
 
 
-def _run_tyro(root: type, config_class: type, args: list[str]) -> Any:
-    printed = io.StringIO()
-    summary = sys.modules[config_class.__module__].__doc__ or ""
+def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
+    """Read flags into a dataclass; nested ones group them.
+
+    Raises:
+        UserError: an unknown flag, a missing value or one of the wrong type.
+        SystemExit: after --help.
+    """
+    hints, printed = _flag_hints(root), io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(root, args=args, description=summary.split("\n\n")[0])
+            result: tuple[Any, list[str]] = tyro.cli(
+                root, args=args, description=description, return_unknown_args=True
+            )
     except SystemExit as stop:
         if not stop.code:
             raise
-        lines = (line.strip("│╭╮╰╯─ ") for line in printed.getvalue().splitlines())
-        kept = [line for line in lines if line and not line.startswith("For full helptext")]
-        raise UserError("; ".join(kept[1:]) + "; see --help") from stop
+        raise UserError(_bad_value(printed.getvalue(), hints, args)) from stop
+    parsed, unknown = result
+    if not unknown:
+        return parsed
+    flag = unknown[0].partition("=")[0]
+    near = difflib.get_close_matches(flag, hints, n=3)
+    kind = "flag" if flag.startswith("-") else "argument"
+    hint = f"did you mean {', '.join(near)}? see --help" if near else "see --help for all flags"
+    raise UserError(f"unknown {kind} {flag!r}; {hint}")
+
+
+def _flag_hints(root: Any) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for name, hint in get_type_hints(root).items():
+        nested = dataclasses.is_dataclass(hint)
+        hints |= _flag_hints(hint) if nested else {"--" + name.replace("_", "-"): hint}
+    return hints
+
+
+def _bad_value(box: str, hints: dict[str, Any], args: Sequence[str]) -> str:
+    """Turn tyro's box about a value into one line."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
+    text = " ".join(line for line in lines[1:] if line)
+    flag = next(
+        (word for word in text.replace("'", " ").replace(":", " ").split() if word in hints), None
+    )
+    if flag is None:
+        return f"{text}; see --help"
+    given = "no value"
+    for arg, following in itertools.pairwise([*args, "--"]):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == flag and (equals or not following.startswith("--")):
+            given = repr(value if equals else following)
+    return f"{flag} takes {_accepted(hints[flag])}, got {given}; see --help"
 
 
 def _check_run_options(run: RunOptions) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 
 from common import threads
+from common.cli import exit_codes, parse_flags
 from common.errors import UserError
 
 
@@ -14,7 +15,7 @@ from common.errors import UserError
 class EvaluateOptions:
     """Reload a run folder, play full episodes and print the raw return."""
 
-    run_dir: tyro.conf.Positional[str]
+    run_dir: tyro.conf.Positional[str] = ""
     """folder of a run"""
     episodes: int = 20
     """full episodes to play"""
@@ -22,19 +23,23 @@ class EvaluateOptions:
     """a step, latest or best"""
     video: bool = False
     """also write a GIF of one episode into the run folder"""
+    debug: bool = False
+    """show tracebacks"""
 
 
 def main(options: EvaluateOptions) -> None:
     """Print `mean ± std` of the raw return."""
+    if not options.run_dir:
+        raise UserError("give a run folder, such as one under runs/; see --help")
     if options.episodes < 1:
         raise UserError(f"--episodes must be 1 or more, got {options.episodes}")
     wanted = options.checkpoint
-    if wanted not in ("latest", "best") and not wanted.isdigit():
+    if wanted not in ("latest", "best") and not wanted.isdecimal():
         raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
     threads.use_one_core()
     from common.policy import load
 
-    policy = load(options.run_dir, int(wanted) if wanted.isdigit() else wanted)
+    policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
     logs = policy.trainer._run_evaluate(options.episodes)["logs"]
     print(
         f"{logs['charts/evaluation_return']:.1f} ± {logs['charts/evaluation_std']:.1f} "
@@ -50,8 +55,5 @@ def main(options: EvaluateOptions) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(EvaluateOptions))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with exit_codes("--debug" in sys.argv):
+        main(parse_flags(EvaluateOptions, sys.argv[1:], __doc__ or ""))

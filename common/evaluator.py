@@ -86,7 +86,8 @@ class Evaluator:
         n = env.num_envs
 
         def goes_on(play: _Play) -> Array:
-            running = (play.finished < quota).any() & (play.steps < MAX_EPISODE_STEPS * quota)
+            limit = (MAX_EPISODE_STEPS + 1) * quota  # + 1 for the reset row between episodes
+            running = (play.finished < quota).any() & (play.steps < limit)
             return running & (play.env.fault == 0)
 
         def step(play: _Play) -> _Play:

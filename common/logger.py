@@ -1,8 +1,10 @@
 """Where log_data goes: metrics.csv, TensorBoard, Weights & Biases and the console."""
 
+import contextlib
 import csv
 import math
 import os
+import socket
 import sys
 import time
 import uuid
@@ -25,7 +27,7 @@ Call = Callable[[Any], Generator[dict, None, None]]
 def log_points(
     step: int, logs: dict[str, Any], summary: EpisodeSummary, sums: dict[str, Any]
 ) -> Generator[dict, None, None]:
-    """Yield the log_data of one log point: "collect", and "train" if there were updates.
+    """Yield the log_data of one log point: "collect", and last "train".
 
     Args:
         step: env steps done.
@@ -42,10 +44,15 @@ def log_points(
         logs["charts/episodic_length"] = length_sum / episodes
     yield {"log_type": "collect", "sample_step": step, "logs": logs}
     sums = {name: float(value) for name, value in sums.items()}
-    if updates := sums["updates"]:
-        counts = {f"charts/{k}": v for k, v in sums.items() if k in COUNTS}
-        means = {f"losses/{k}": v / updates for k, v in sums.items() if k not in COUNTS}
-        yield {"log_type": "train", "sample_step": step, "logs": means | counts}
+    counts = {f"charts/{name}": sums.pop(name) for name in COUNTS if name in sums}
+    updates = counts["charts/updates"]
+    means = {f"losses/{name}": value / updates for name, value in sums.items() if updates}
+    yield {"log_type": "train", "sample_step": step, "logs": means | counts}
+
+
+def ends_log_point(log_data: dict) -> bool:
+    """Return whether this log_data is the last of its log point: all that was done is logged."""
+    return log_data["log_type"] == "train"
 
 
 class Sink(Protocol):
@@ -59,7 +66,7 @@ class Sink(Protocol):
 
 
 def logger(
-    make_sinks: Callable[[], list[Sink]], say: Callable[[str], None]
+    make_sinks: Callable[[], list[Callable[[], Sink]]], say: Callable[[str], None]
 ) -> Callable[[Call], Call]:
     """Decorate `Trainer.__call__`: hand every log_data to the sinks.
 
@@ -71,32 +78,55 @@ def logger(
         def logged(trainer: Any) -> Generator[dict, None, None]:
             sinks: list[Sink] | None = None
             try:
-                for log_data in call(trainer):
-                    sinks = make_sinks() if sinks is None else sinks
-                    for sink in list(sinks):
-                        try:
-                            sink.write(log_data["sample_step"], log_data["logs"])
-                        except OSError as error:
-                            say(f"warning: {type(sink).__name__} stops writing: {error}")
-                            sinks.remove(sink)
-                    yield log_data
+                with contextlib.closing(call(trainer)) as inner:
+                    for log_data in inner:
+                        sinks = _opened(make_sinks(), say) if sinks is None else sinks
+                        sinks = [sink for sink in sinks if _written(sink, log_data, say)]
+                        yield log_data
             finally:
                 for sink in sinks or []:
-                    sink.close()
+                    with _reported(say):
+                        sink.close()
 
         return logged
 
     return decorate
 
 
-class CsvSink:
-    """metrics.csv: one row a scalar, as step, seconds since the start, name, value."""
+def _opened(makers: list[Callable[[], Sink]], say: Callable[[str], None]) -> list[Sink]:
+    sinks = []
+    for make in makers:
+        with _reported(say):
+            sinks.append(make())
+    return sinks
 
-    def __init__(self, path: Path, first_step: int) -> None:
+
+def _written(sink: Sink, log_data: dict, say: Callable[[str], None]) -> bool:
+    with _reported(say):
+        sink.write(log_data["sample_step"], log_data["logs"])
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        say(f"warning: a log is given up, training goes on ({type(error).__name__}: {text})")
+
+
+class CsvSink:
+    """metrics.csv: one row a scalar, as step, seconds since training began, name, value.
+
+    A resumed run keeps the rows up to `first_step` and goes on counting the seconds from there.
+    """
+
+    def __init__(self, path: Path, first_step: int, start_time: float) -> None:
         rows = read_metrics(path) if path.exists() else []
         kept = [row for row in rows if row[0] <= first_step]
-        self._offset = kept[-1][1] if kept else 0.0
-        self._start = time.time()
+        self._start = start_time - (kept[-1][1] if kept else 0.0)
         fresh = path.with_suffix(".tmp")
         self._file = fresh.open("w", newline="")
         self._writer = csv.writer(self._file)
@@ -107,7 +137,7 @@ class CsvSink:
 
     def write(self, step: int, logs: dict[str, float]) -> None:
         """Append the scalars and flush."""
-        seconds = round(self._offset + time.time() - self._start, 3)
+        seconds = round(time.time() - self._start, 3)
         self._writer.writerows((step, seconds, name, value) for name, value in logs.items())
         self._file.flush()
 
@@ -117,40 +147,45 @@ class CsvSink:
 
 
 def read_metrics(path: Path) -> list[tuple[int, float, str, float]]:
-    """Return the complete rows of a metrics.csv: step, seconds, name, value."""
+    """Return the rows of a metrics.csv: step, seconds, name, value; torn ones are left out."""
     rows = []
     with path.open(newline="") as file:
         for row in csv.reader(file):
-            if len(row) == 4 and row[0].isdigit():
-                rows.append((int(row[0]), float(row[1]), row[2], float(row[3])))
+            with contextlib.suppress(ValueError):
+                step, seconds, name, value = row
+                rows.append((int(step), float(seconds), name, float(value)))
     return rows
 
 
 class TensorBoardSink:
-    """TensorBoard event files, written without TensorFlow."""
+    """TensorBoard event files, written without TensorFlow and without a thread that could die."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("wb"))
+        self._add(file_version="brain.Event:2")
         if first_step:
             # Tells TensorBoard to drop what a killed run wrote beyond its last checkpoint.
-            session_log = SessionLog(status=SessionLog.START)
-            event = Event(wall_time=time.time(), step=first_step + 1, session_log=session_log)
-            self._writer.add_event(event)
+            self._add(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, logs: dict[str, float]) -> None:
-        """Add one event with the scalars."""
+        """Add one event with the scalars and flush."""
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in logs.items()]
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._add(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+    def _add(self, **fields: Any) -> None:
+        event = self._event(wall_time=time.time(), **fields)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
 
 
 class WandbSink:
@@ -226,6 +261,6 @@ class ConsoleSink:
 
 
 def make_console() -> Console:
-    """Return a console on standard output that never wraps plain lines."""
+    """Return a console on standard output that never wraps, nor takes [a] or :b: for markup."""
     width = None if sys.stdout.isatty() else 200
-    return Console(width=width, highlight=False, soft_wrap=True)
+    return Console(width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)

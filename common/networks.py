@@ -19,7 +19,12 @@ def is_image(space: spaces.Space) -> bool:
     """Return whether a space is a uint8 image that the Nature CNN can take."""
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
         return False
-    return sorted(space.shape)[1] >= SMALLEST_CNN_IMAGE
+    return min(_image_shape(space.shape)[1:]) >= SMALLEST_CNN_IMAGE
+
+
+def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[C, H, W] or [H, W, C] -> (C, H, W); the smaller of the outer axes is the channels."""
+    return shape if shape[0] < shape[-1] else (shape[2], *shape[:2])
 
 
 class Encoder(nnx.Module):
@@ -101,7 +106,7 @@ class NatureCNN(nnx.Module):
     def __init__(self, shape: tuple[int, ...] | None, rngs: nnx.Rngs) -> None:
         assert shape is not None
         self.channels_first = shape[0] < shape[-1]
-        channels, height, width = shape if self.channels_first else (shape[2], *shape[:2])
+        channels, height, width = _image_shape(shape)
         specs = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         self.layers = nnx.List([Conv(*spec, rngs=rngs) for spec in specs])
         for _, _, kernel, stride in specs:

@@ -28,6 +28,9 @@ class Policy:
         """Return the evaluation actions [B, *action] for a batch of observations [B, *obs].
 
         A single observation [*obs] gives a single action.
+
+        Raises:
+            UserError: the observations have another shape than the environment's.
         """
         space = self.trainer.env.observation_space
         single = _batch_rank(space, obs) == 0
@@ -47,13 +50,15 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
     Raises:
         UserError: the folder is missing, or is no run folder, or has no such checkpoint.
     """
+    if isinstance(step, str) and step not in ("latest", "best"):
+        raise UserError(f"the checkpoint must be a step, latest or best, got {step!r}")
     folder = Path(run_dir)
     try:
         saved = json.loads((folder / "config.json").read_text())
         module = _import_file(folder / f"{saved['algo']}.py")
-    except (OSError, ValueError, KeyError) as error:
+        names = module.Config.__dataclass_fields__
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
-    names = module.Config.__dataclass_fields__
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
     trainer = module.Trainer(module.Config(**values))
     checkpoints = folder / "checkpoints"
@@ -76,8 +81,15 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _batch_rank(space: Any, obs: Any) -> int:
-    """Return how many leading axes an observation has beyond its space."""
+    """Return how many leading axes an observation has beyond its space: 0 or 1."""
     while isinstance(space, spaces.Dict | spaces.Tuple):
         key, space = next(iter(sub_spaces(space).items()))
         obs = obs[key]
-    return np.ndim(obs) - len(space.shape or ())
+    shape, expected = np.shape(obs), space.shape or ()
+    rank = len(shape) - len(expected)
+    if rank not in (0, 1) or shape[rank:] != expected:
+        raise UserError(
+            f"observations must have the shape {expected}, or {('B', *expected)} for a batch, got "
+            f"{shape}; give what the environment returns"
+        )
+    return rank

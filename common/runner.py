@@ -7,13 +7,15 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
-import traceback
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.panel import Panel
 
@@ -22,7 +24,15 @@ from common.checkpoint import checkpointer, resume
 from common.envs import resolve_backend
 from common.errors import UserError
 from common.evaluator import evaluator
-from common.logger import ConsoleSink, CsvSink, Sink, TensorBoardSink, logger, make_console
+from common.logger import (
+    ConsoleSink,
+    CsvSink,
+    Sink,
+    TensorBoardSink,
+    ends_log_point,
+    logger,
+    make_console,
+)
 
 Call = Callable[[Any], Generator[dict, None, None]]
 
@@ -33,15 +43,8 @@ def run(trainer_class: type, config_class: type, presets: dict[str, dict[str, An
     Exit codes: 0 trained and evaluated; 2 bad input or a failing environment, after one line that
     says what to do; 130 and 143 stopped by Ctrl-C or SIGTERM, after a last checkpoint.
     """
-    debug = "--debug" in sys.argv
-    try:
-        options = cli.parse(config_class, presets)
-        sys.exit(_Run(trainer_class, options).execute())
-    except UserError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with cli.exit_codes("--debug" in sys.argv):
+        sys.exit(_Run(trainer_class, cli.parse(config_class, presets)).execute())
 
 
 class _Run:
@@ -51,10 +54,11 @@ class _Run:
         self.trainer_class, self.options = trainer_class, options
         self.config, self.run, self.logging = options.config, options.run, options.logging
         self.source = Path(sys.modules[trainer_class.__module__].__file__ or "")
-        self.algo = self.source.stem
+        self.algo = cli.algo_of(trainer_class)
         self.console = make_console()
         self._folder = Path(self.run.resume) if self.run.resume else None
         self.first_step = 0
+        self.start_time = time.time()
 
     def execute(self) -> int:
         self._check_before_start()
@@ -65,16 +69,28 @@ class _Run:
             resume(trainer, self.folder() / "checkpoints", say)
             self.first_step = int(trainer.state.step)
         say(self._describe())
+        try:
+            stopped_by = self._train(trainer)
+            if stopped_by is None:
+                self._report(trainer)
+                return 0
+        except UserError as error:
+            where = f"; run folder: {self._folder}" if self._folder else ""
+            raise UserError(f"{error}{where}") from error
+        hint = f"go on with --resume {self._folder}" if self._folder else "nothing was learned yet"
+        say(f"stopped by {stopped_by.name}; {hint}")
+        return 128 + stopped_by
+
+    def _train(self, trainer: Any) -> signal.Signals | None:
+        """Train to the end, or until a signal; return that signal."""
+        self.start_time = time.time()
         with _stop_signals() as received:
-            for _ in self._decorated(self.trainer_class.__call__)(trainer):
-                if received:
-                    break
-        if received:
-            folder = self._folder or "no run folder: nothing was learned yet"
-            say(f"stopped by {received[0].name}; go on with --resume {folder}")
-            return 128 + received[0]
-        self._report(trainer)
-        return 0
+            call = self._decorated(_unless(received)(self.trainer_class.__call__))
+            with contextlib.closing(call(trainer)) as training:
+                for log_data in training:
+                    if received and ends_log_point(log_data):
+                        break
+        return received[0] if received else None
 
     def folder(self) -> Path:
         """Return the run folder, made with config and code when first asked for."""
@@ -82,9 +98,16 @@ class _Run:
             env_id = self.config.env_id.replace("/", "-").replace(":", "-")
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
-            self._folder = _make_unique(Path(self.logging.runs_dir), name)
-            (self._folder / "config.json").write_text(json.dumps(self._flags(), indent=2))
-            shutil.copyfile(self.source, self._folder / self.source.name)
+            folder = _make_unique(Path(self.logging.runs_dir), name)
+            try:
+                _write_json(folder / "config.json", self._flags())
+                shutil.copyfile(self.source, folder / self.source.name)
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise UserError(
+                    f"cannot write into the run folder {folder} ({error}); give another --runs-dir"
+                ) from error
+            self._folder = folder
         return self._folder
 
     def _flags(self) -> dict[str, Any]:
@@ -101,15 +124,18 @@ class _Run:
     def _describe(self) -> str:
         device = jax.devices()[0]
         core = "" if self.core is None else f", one core ({self.core})"
+        backend = resolve_backend(self.config.env_id, self.config.env_backend)
         return (
-            f"{self.algo} on {self.config.env_id} ({resolve_backend(self.config.env_id)}), "
+            f"{self.algo} on {self.config.env_id} ({backend}), "
             f"preset {self.run.preset}, seed {self.config.seed}, {device.platform}{core}"
         )
 
     def _check_before_start(self) -> None:
         if self.run.resume:
-            _check_resume(Path(self.run.resume), self.algo, self.config)
-        _check_writable(Path(self.run.resume or self.logging.runs_dir))
+            _check_resume(Path(self.run.resume), self.config)
+            _check_writable(Path(self.run.resume), "--resume")
+        else:
+            _check_writable(Path(self.logging.runs_dir), "--runs-dir")
         if self.logging.track and self.logging.wandb_mode == "online":
             _check_wandb_login()
 
@@ -122,10 +148,11 @@ class _Run:
         self.core = threads.use_one_core() if small and not has_gpu else None
         try:
             jax.devices()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             raise UserError(
-                "--device gpu was asked for, but JAX finds no GPU; use --device cpu, or "
-                "pip install 'quartet-rl[gpu]' on a machine with an NVIDIA driver"
+                f"--device {self.run.device} was asked for, but JAX finds no such device; use "
+                "--device cpu and unset JAX_PLATFORMS, or pip install 'quartet-rl[gpu]' on a "
+                "machine with an NVIDIA driver"
             ) from error
 
     def _make_trainer(self) -> Any:
@@ -149,35 +176,51 @@ class _Run:
         )(call)
         return logger(self._sinks, say)(call)
 
-    def _sinks(self) -> list[Sink]:
-        folder = self.folder()
-        sinks: list[Sink] = [
-            CsvSink(folder / "metrics.csv", self.first_step),
-            TensorBoardSink(folder, self.first_step),
-            ConsoleSink(self.console, self.config.total_timesteps, self.first_step),
+    def _sinks(self) -> list[Callable[[], Sink]]:
+        folder, first_step = self.folder(), self.first_step
+        if self.run.resume:
+            # For the next --resume: total_timesteps may have been raised by this one.
+            with contextlib.suppress(OSError):
+                _write_json(folder / "config.json", self._flags())
+        sinks: list[Callable[[], Sink]] = [
+            partial(CsvSink, folder / "metrics.csv", first_step, self.start_time),
+            partial(TensorBoardSink, folder, first_step),
+            partial(ConsoleSink, self.console, self.config.total_timesteps, first_step),
         ]
         if self.logging.track:
             from common.logger import WandbSink
 
-            sinks.append(WandbSink(folder, self._flags(), self.logging, self.source))
+            sinks.append(partial(WandbSink, folder, self._flags(), self.logging, self.source))
         return sinks
 
     def _report(self, trainer: Any) -> None:
-        from common.curve import save_curve
-
         folder = self.folder()
         log_data = trainer._run_evaluate(self.run.eval_episodes)
         mean, std = (log_data["logs"][f"charts/evaluation_{k}"] for k in ("return", "std"))
+        result = {"steps": int(trainer.state.step), "episodes": self.run.eval_episodes}
+        result |= {"evaluation_return": mean, "evaluation_std": std}
+        result |= {"device": jax.devices()[0].device_kind}
         title = f"{self.algo} on {self.config.env_id}, seed {self.config.seed}"
-        save_curve(folder / "metrics.csv", folder / "curve.png", title)
         lines = [
             f"{title}: {self.config.total_timesteps:,} steps",
             f"evaluation over {self.run.eval_episodes} episodes: {mean:.1f} ± {std:.1f}",
             f"run folder: {folder}",
         ]
+        lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self._video(trainer))
         self.console.print(Panel("\n".join(lines), expand=False))
+
+    def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
+        from common.curve import save_curve
+
+        folder = self.folder()
+        try:
+            (folder / "result.json").write_text(json.dumps(result, indent=2))
+            save_curve(folder / "metrics.csv", folder / "curve.png", title)
+        except OSError as error:
+            return [f"the report could not be written: {error}"]
+        return []
 
     def _video(self, trainer: Any) -> str:
         from common.video import save_video
@@ -185,8 +228,9 @@ class _Run:
         path = self.folder() / "videos" / f"step_{self.config.total_timesteps}.gif"
         try:
             save_video(self.config, trainer.agent.predict, trainer.state.learner, path)
-        except (UserError, OSError) as error:
-            return f"no video: {error}"
+        except Exception as error:
+            # Rendering may lack a display or a package; the training is done all the same.
+            return f"no video: {' '.join(str(error).split())}"
         return f"video: {path}"
 
 
@@ -209,6 +253,22 @@ def _stop_signals() -> Generator[list[signal.Signals], None, None]:
             signal.signal(one, previous[one])
 
 
+def _unless(received: list[signal.Signals]) -> Callable[[Call], Call]:
+    """Decorate `Trainer.__call__`: a signal before the first log point ends it without a trace."""
+
+    def decorate(call: Call) -> Call:
+        def started(trainer: Any) -> Generator[dict, None, None]:
+            with contextlib.closing(call(trainer)) as inner:
+                for count, log_data in enumerate(inner):
+                    if received and count == 0:
+                        return
+                    yield log_data
+
+        return started
+
+    return decorate
+
+
 def check_finite(log_frequency: int) -> Callable[[Call], Call]:
     """Decorate a `Trainer.__call__` that yields every vector step: stop at the first NaN.
 
@@ -221,24 +281,29 @@ def check_finite(log_frequency: int) -> Callable[[Call], Call]:
     def decorate(call: Call) -> Call:
         def checked(trainer: Any) -> Generator[dict, None, None]:
             last = int(trainer.state.step)
-            for log_data in call(trainer):
-                step = log_data["sample_step"]
-                arrays = jax.tree_util.tree_leaves_with_path(trainer.state.learner)
-                named = {**log_data["logs"], **{jax.tree_util.keystr(p): x for p, x in arrays}}
-                for name, value in named.items():
-                    if not np.isfinite(np.asarray(value)).all():
-                        raise UserError(
-                            f"{name.lstrip('.')} is not finite at step {step}: lower "
-                            "--learning-rate, or look for a division or logarithm of zero before it"
-                        )
-                if step // log_frequency > last // log_frequency:
-                    yield log_data
-                if log_data["log_type"] == "train":
-                    last = step
+            with contextlib.closing(call(trainer)) as inner:
+                for log_data in inner:
+                    step = log_data["sample_step"]
+                    _check_finite(step, log_data["logs"], trainer.state.learner)
+                    if step // log_frequency > last // log_frequency:
+                        yield log_data
+                    if ends_log_point(log_data):
+                        last = step
 
         return checked
 
     return decorate
+
+
+def _check_finite(step: int, logs: dict[str, float], learner: Any) -> None:
+    arrays = jax.tree_util.tree_leaves_with_path(learner)
+    floats = [(p, x) for p, x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    for name, value in {**logs, **{jax.tree_util.keystr(p): x for p, x in floats}}.items():
+        if not np.isfinite(np.asarray(value)).all():
+            raise UserError(
+                f"{name.lstrip('.')} is not finite at step {step}: lower --learning-rate, or look "
+                "for a division or logarithm of zero before it"
+            )
 
 
 def _make_unique(parent: Path, name: str) -> Path:
@@ -254,21 +319,28 @@ def _make_unique(parent: Path, name: str) -> Path:
     raise UserError(f"{parent} holds too many runs called {name}; give another --runs-dir")
 
 
-def _check_writable(path: Path) -> None:
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write to {path} ({existing} refuses); give another --runs-dir")
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write in one step: a kill leaves the old file or the new one."""
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(content, indent=2))
+    os.replace(fresh, path)
 
 
-def _check_resume(folder: Path, algo: str, config: Any) -> None:
-    saved = json.loads((folder / "config.json").read_text())
-    if saved.get("algo") != algo:
+def _check_writable(path: Path, flag: str) -> None:
+    try:
+        existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
         raise UserError(
-            f"{folder} was trained by {saved.get('algo')}, not by {algo}; "
-            "resume it with its own file"
-        )
+            f"cannot write to {flag} {path} ({error}); give a folder that you may write to"
+        ) from error
+
+
+def _check_resume(folder: Path, config: Any) -> None:
+    saved = json.loads((folder / "config.json").read_text())
     for name, value in dataclasses.asdict(config).items():
-        before = tuple(saved[name]) if isinstance(value, tuple) else saved.get(name)
+        before = saved.get(name, value)
+        before = tuple(before) if isinstance(before, list) else before
         if name != "total_timesteps" and before != value:
             raise UserError(
                 f"--{name.replace('_', '-')} {value} differs from {before} in {folder}; a resumed "
@@ -279,7 +351,7 @@ def _check_resume(folder: Path, algo: str, config: Any) -> None:
 def _check_wandb_login() -> None:
     import wandb
 
-    if not wandb.api.api_key:
+    if not wandb.login(prompt=False, verify=False):
         raise UserError(
             "--track needs a wandb account on this machine; run `wandb login`, or use "
             "--wandb-mode offline"

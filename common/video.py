@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from common.envs import make_env
-from common.evaluator import Predict
+from common.envs import Env, make_env
+from common.errors import UserError
+from common.evaluator import MAX_EPISODE_STEPS, Predict
 
 MAX_FRAMES = 1_000
 MAX_SIDE = 400
@@ -20,23 +21,14 @@ def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float
     Frames beyond the first 1,000 are played but not written.
 
     Raises:
-        UserError: the environment cannot render.
+        UserError: the environment cannot render, or the episode did not end in 100,000 steps.
         OSError: the file cannot be written.
     """
     from PIL import Image
 
     env = make_env(config, "video", num_envs=1)
     try:
-        step, act = jax.jit(env.step), jax.jit(predict)
-        env_key, key = jax.random.split(jax.random.key(config.seed))
-        state = env.reset(env_key)
-        frames = [env.render(state)]
-        while not bool(state.finished[0]):
-            key, action_key = jax.random.split(key)
-            state, _ = step(state, act(learner, state.obs, action_key))
-            env.check(state)
-            if len(frames) < MAX_FRAMES:
-                frames.append(env.render(state))
+        frames, episode_return = _play(env, predict, learner, config.seed)
     finally:
         env.close()
     images = [Image.fromarray(_shrunk(frame)) for frame in frames]
@@ -44,7 +36,26 @@ def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float
     images[0].save(
         path, save_all=True, append_images=images[1:], duration=FRAME_MILLISECONDS, loop=0
     )
-    return float(state.finished_return[0])
+    return episode_return
+
+
+def _play(env: Env, predict: Predict, learner: Any, seed: int) -> tuple[list[np.ndarray], float]:
+    step, act = jax.jit(env.step), jax.jit(predict)
+    env_key, key = jax.random.split(jax.random.key(seed))
+    state = env.reset(env_key)
+    frames = [env.render(state)]
+    for _ in range(MAX_EPISODE_STEPS):
+        key, action_key = jax.random.split(key)
+        state, _ = step(state, act(learner, state.obs, action_key))
+        env.check(state)
+        if len(frames) < MAX_FRAMES:
+            frames.append(env.render(state))
+        if bool(state.finished[0]):
+            return frames, float(state.finished_return[0])
+    raise UserError(
+        f"the episode of {env.env_id} did not end within {MAX_EPISODE_STEPS} steps; give the "
+        "environment a time limit"
+    )
 
 
 def _shrunk(frame: np.ndarray) -> np.ndarray:

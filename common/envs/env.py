@@ -139,7 +139,7 @@ class Env:
         )
         finite = _all_finite((raw.obs, raw.reward))
         fault = jnp.where(raw.failed, HOST_FAILURE, jnp.where(finite, 0, NOT_FINITE))
-        fault = jnp.where(in_range, fault, ACTION_OUT_OF_RANGE)
+        fault = jnp.where((in_range | state.ended).all(), fault, ACTION_OUT_OF_RANGE)
         new_state = EnvState(
             inner=inner,
             obs=raw.obs,
@@ -203,15 +203,15 @@ def _all_finite(tree: Any) -> Array:
 
 
 def _check_action(env_id: str, space: spaces.Space, action: Any, n: int) -> tuple[Any, Array]:
-    """Return the action in the space's dtype and range, and whether it was in range."""
+    """Return the action clipped into the space's range, and whether it was in range [N]."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = sub_spaces(space)
         checked = {k: _check_action(env_id, part, action[k], n) for k, part in parts.items()}
         values = {k: value for k, (value, _) in checked.items()}
-        in_range = jnp.array([ok for _, ok in checked.values()]).all()
+        in_range = jnp.array([ok for _, ok in checked.values()]).all(axis=0)  # [N]
         return (values if isinstance(space, spaces.Dict) else tuple(values.values())), in_range
     shape = (n, *(space.shape or ()))
-    kind = jnp.floating if isinstance(space, spaces.Box) else jnp.integer
+    kind = jnp.floating if np.issubdtype(space.dtype, np.floating) else jnp.integer
     if action.shape != shape or not jnp.issubdtype(action.dtype, kind):
         raise UserError(
             f"{env_id} needs actions of shape {shape} and {kind.__name__} dtype for {space}, got "
@@ -219,7 +219,7 @@ def _check_action(env_id: str, space: spaces.Space, action: Any, n: int) -> tupl
         )
     low, high = action_bounds(space)
     clipped = jnp.clip(jnp.nan_to_num(action) if kind is jnp.floating else action, low, high)
-    return clipped, (action == clipped).all()
+    return clipped, (action == clipped).reshape(n, -1).all(axis=1)  # [N]
 
 
 def sub_spaces(space: spaces.Dict | spaces.Tuple) -> dict[Any, spaces.Space]:
@@ -234,10 +234,15 @@ def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
 
     Discrete actions are counted from 0 here whatever the space's `start`; the backend shifts them.
     """
-    if isinstance(space, spaces.Box):
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return space.low.astype(np.float32), space.high.astype(np.float32)
+    if isinstance(space, spaces.Box):
+        limits = np.iinfo(np.int32)
+        bounds = np.array([space.low, space.high], np.float64)
+        low, high = np.clip(bounds, limits.min, limits.max).astype(np.int32)
+        return low, high
     if isinstance(space, spaces.Discrete):
-        return np.int32(0), np.int32(space.n - 1)
+        return np.int32(0), np.int32(int(space.n) - 1)
     if isinstance(space, spaces.MultiDiscrete):
         return np.zeros(space.shape, np.int32), space.nvec.astype(np.int32) - np.int32(1)
     raise UserError(

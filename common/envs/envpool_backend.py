@@ -1,5 +1,6 @@
 """envpool: C++ environments, stepped by XLA itself wherever their dtypes allow it."""
 
+import importlib
 import os
 from typing import Any
 
@@ -31,21 +32,30 @@ def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: b
         defaults |= {"episodic_life": True, "reward_clip": True}
     options = defaults | kwargs
     try:
+        if not _OURS.isdisjoint(kwargs):
+            raise TypeError("options that follow from num_envs and seed")
         pool = envpool.make(
             env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, **options
         )
     except Exception as error:
-        accepted = [k for k in envpool.make_spec(env_id).config._fields if k not in _OURS]
-        raise UserError(
-            f"envpool refused the options {kwargs} for {env_id}; "
-            f"--env-kwargs accepts {', '.join(sorted(accepted))}"
-        ) from error
+        raise UserError(_refusal(env_id, kwargs, error)) from error
     if pool.config["max_num_players"] > 1:
         raise UserError(f"{env_id} has several players; use a single-agent environment")
     return pool
 
 
 _OURS = {"num_envs", "batch_size", "seed", "env_seed", "base_path", "gym_reset_return_info"}
+
+
+def _refusal(env_id: str, kwargs: dict[str, Any], error: Exception) -> str:
+    if not kwargs or isinstance(error, ImportError):
+        return f"envpool could not make {env_id}: {' '.join(str(error).split())}"
+    module, spec, _ = envpool.registration.registry.specs[env_id]
+    accepted = set(getattr(importlib.import_module(module), spec).gen_config._fields) - _OURS
+    return (
+        f"envpool refused the options {kwargs} for {env_id}; "
+        f"--env-kwargs accepts {', '.join(sorted(accepted))}"
+    )
 
 
 def is_atari(env_id: str) -> bool:

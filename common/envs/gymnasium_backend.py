@@ -55,10 +55,11 @@ class GymnasiumStepper:
     """N copies of a registered Gymnasium environment, `seeds[i]` for copy i."""
 
     def __init__(self, env_id: str, seeds: list[int], kwargs: dict[str, Any], render: bool) -> None:
-        render_mode = "rgb_array" if render else None
+        # Only where it is needed: not every environment has a render_mode.
+        options = kwargs | ({"render_mode": "rgb_array"} if render else {})
 
         def make_one() -> gym.Env:
-            return _Checked(gym.make(env_id, render_mode=render_mode, **kwargs))
+            return _Checked(gym.make(env_id, **options))
 
         try:
             self.envs = SyncVectorEnv(
@@ -81,14 +82,17 @@ class GymnasiumStepper:
 
     def step(self, action: Any) -> HostStep:
         """Step all environments once; a copy that ended is reset instead."""
-        action = _shift_to_start(self.action_space, action)
+        action = _to_space(self.action_space, action)
         result: tuple = self.envs.step(action)
         obs, reward, terminated, truncated, _ = result
         return HostStep(obs, reward, terminated, truncated, reward, terminated | truncated)
 
     def render(self) -> np.ndarray:
         """Return an RGB frame of the first environment."""
-        frame = self.envs.envs[0].render()
+        try:
+            frame: Any = self.envs.envs[0].render()
+        except Exception as error:
+            raise UserError(f"the environment cannot render: {error!r}") from error
         if not isinstance(frame, np.ndarray):
             raise UserError(f"the environment rendered {type(frame).__name__}, not an RGB array")
         return frame
@@ -98,14 +102,17 @@ class GymnasiumStepper:
         self.envs.close()
 
 
-def _shift_to_start(space: spaces.Space, action: Any) -> Any:
-    """Count discrete actions from the space's `start`; the learner counts from 0."""
+def _to_space(space: spaces.Space, action: Any) -> Any:
+    """Return a 32-bit action in the space's own dtype, bounds and count.
+
+    Discrete actions are counted from the space's `start`; the learner counts from 0. A bound of a
+    float64 Box, rounded to float32, can lie outside the Box.
+    """
     if isinstance(space, spaces.Dict):
-        return {k: _shift_to_start(space[k], action[k]) for k in space.spaces}
+        return {k: _to_space(space[k], action[k]) for k in space.spaces}
     if isinstance(space, spaces.Tuple):
-        return tuple(_shift_to_start(s, a) for s, a in zip(space.spaces, action, strict=True))
-    return (
-        action + space.start
-        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-        else action
-    )
+        return tuple(_to_space(s, a) for s, a in zip(space.spaces, action, strict=True))
+    if isinstance(space, spaces.Box):
+        return np.clip(action.astype(space.dtype), space.low, space.high)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    return action + space.start

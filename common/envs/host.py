@@ -100,11 +100,18 @@ class HostBackend:
         self.stepper.close()
 
 
-def _as_32_bit(tree: Any) -> Any:
-    narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+_NARROW = {np.dtype(f"{kind}8"): np.dtype(f"{kind}4") for kind in "fiu"}
 
+
+def _as_32_bit(tree: Any) -> Any:
     def convert(x: Any) -> np.ndarray:
         x = np.asarray(x)
-        return np.asarray(x, narrow.get(x.dtype, x.dtype))
+        narrow = x.astype(_NARROW.get(x.dtype, x.dtype), copy=False)
+        if narrow.dtype != x.dtype and x.dtype.kind in "iu" and (narrow != x).any():
+            raise UserError(
+                f"the integers {x.min()} to {x.max()} do not fit into 32 bits; scale them in a "
+                "wrapper"
+            )
+        return narrow
 
     return jax.tree.map(convert, tree)

@@ -49,14 +49,16 @@ class JaxBackend:
     restorable = True
     failure = None
 
-    def __init__(self, env: JaxEnv, num_envs: int) -> None:
+    def __init__(self, env: JaxEnv, num_envs: int, seed: int = 0) -> None:
         self.env = env
         self.num_envs = num_envs
+        self.seed = seed  # keeps apart two backends that are reset with the same key
         self.observation_space = env.observation_space
         self.action_space = env.action_space
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """Start N episodes; traceable, so that seeds can be batched."""
+        key = jax.random.fold_in(key, self.seed)
         env_keys = jax.random.split(key, (self.num_envs, 2))  # [N, 2]
         state, obs = jax.vmap(self.env.reset)(env_keys[:, 0])
         # Copies, because an environment may hold one array in two fields (as last and current
@@ -111,17 +113,18 @@ class GymnaxEnv:
         import gymnax
         from gymnax.environments import spaces as gymnax_spaces
 
-        _, params = gymnax.make(env_id)
-        param_names = set(params.__dataclass_fields__)
+        names: set[str] = set()
         try:
-            options = {k: v for k, v in kwargs.items() if k not in param_names}
+            names |= set(gymnax.make(env_id)[1].__dataclass_fields__)
+            options = {k: v for k, v in kwargs.items() if k not in names}
             self.env, params = gymnax.make(env_id, **options)
-        except TypeError as error:
+            self.params = params.replace(**{k: _number(kwargs[k]) for k in names & set(kwargs)})
+        except Exception as error:
+            text = " ".join(str(error).split())
             raise UserError(
-                f"gymnax refused the options {kwargs} for {env_id}; "
-                f"--env-kwargs accepts {', '.join(sorted(param_names))}"
+                f"gymnax could not make {env_id} with the options {kwargs or 'none'}: {text}; "
+                f"--env-kwargs accepts {', '.join(sorted(names)) or 'none'}"
             ) from error
-        self.params = params.replace(**{k: v for k, v in kwargs.items() if k in param_names})
         to_gym = gymnax_spaces.gymnax_space_to_gym_space
         self.observation_space = to_gym(self.env.observation_space(self.params))
         self.action_space = to_gym(self.env.action_space(self.params))
@@ -136,6 +139,12 @@ class GymnaxEnv:
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
         return JaxStep(state, obs, jnp.float32(reward), jnp.bool_(terminated), jnp.bool_(truncated))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return value
 
 
 class PgxEnv:

@@ -1,0 +1,241 @@
+"""Statistics, tables and pictures of finished sweep runs."""
+
+import csv
+import io
+import json
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+# Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
+# c51_jax.py, ppo.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
+PUBLISHED_STEPS = 500_000
+PUBLISHED = {
+    ("dqn", "CartPole-v1"): 498,
+    ("dqn", "Acrobot-v1"): -89,
+    ("dqn", "MountainCar-v0"): -189,
+    ("c51", "CartPole-v1"): 491,
+    ("c51", "Acrobot-v1"): -87,
+    ("ppo", "CartPole-v1"): 490,
+    ("ppo", "Acrobot-v1"): -86,
+    ("ppo", "MountainCar-v0"): -200,
+    ("pqn", "CartPole-v1"): 495,
+    ("pqn", "Acrobot-v1"): -96,
+}
+
+Curve = list[tuple[int, float, float]]
+"""env step, mean return and number of the episodes that ended since the log point before"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run came to."""
+
+    algo: str
+    env_id: str
+    seed: int
+    flags: list[str]
+    steps: int
+    training_return: float
+    """mean of the episodes that ended in the last 10 % of the steps"""
+    evaluation_return: float
+    evaluation_std: float
+    seconds: float
+    """wall time of its processes, with start, compilation and evaluation"""
+    SPS: float
+    """env steps a second, the median of its log points"""
+    commit: str
+    machine: str
+    curve: Curve
+
+
+class SeedCurves(NamedTuple):
+    """The learning curves of an algorithm on an environment over seeds, at P env steps."""
+
+    algo: str
+    seeds: int
+    step: np.ndarray  # [P]
+    mean: np.ndarray  # [P]
+    iqm: np.ndarray  # [P]
+    low: np.ndarray  # [P]
+    high: np.ndarray  # [P]
+
+
+def read_curve(rows: list[tuple[int, float, str, float]]) -> Curve:
+    """Return env step, mean return and number of episodes where a metrics.csv has episodes."""
+    episodes = {step: value for step, _, name, value in rows if name == "charts/episodes"}
+    returns = ((step, value) for step, _, name, value in rows if name == "charts/episodic_return")
+    return [(step, value, episodes[step]) for step, value in returns]
+
+
+def late_return(curve: Curve, total_steps: int, share: float = 0.1) -> float:
+    """Return the mean over the episodes of the last `share` of the steps; NaN if none ended."""
+    late = [point for point in curve if point[0] > (1 - share) * total_steps]
+    if not late:
+        return float("nan")
+    _, returns, episodes = zip(*late, strict=True)
+    return float(np.average(returns, weights=episodes))
+
+
+def on_common_steps(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Return env steps [P] and the returns of S curves there [S, P], interpolated linearly.
+
+    Steps before the first or after the last episode of any curve are left out.
+    """
+    if not all(curves):
+        return np.empty(0), np.empty((len(curves), 0))
+    points = [np.asarray(curve) for curve in curves]
+    steps = np.unique(np.concatenate([curve[:, 0] for curve in points]))  # [P]
+    outside = {"left": np.nan, "right": np.nan}
+    rows = [np.interp(steps, curve[:, 0], curve[:, 1], **outside) for curve in points]
+    returns = np.stack(rows)  # [S, P]
+    known = np.isfinite(returns).all(axis=0)
+    return steps[known].astype(int), returns[:, known]
+
+
+def curve_statistics(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    """[S, P] -> mean, interquartile mean and ends of the mean's 95 % interval over seeds, [P] each.
+
+    The interval is the percentile bootstrap's, which stays defined where all seeds agree; from one
+    seed nothing can be said, and it is NaN.
+    """
+    from scipy.stats import bootstrap, trim_mean
+
+    mean, iqm = returns.mean(axis=0), trim_mean(returns, 0.25, axis=0)
+    low = high = np.full_like(mean, np.nan)
+    if len(returns) > 1 and returns.size:
+        resampled = bootstrap(
+            (returns,), np.mean, axis=0, n_resamples=2000, batch=100, method="percentile", rng=0
+        )
+        low, high = resampled.confidence_interval
+    return mean, iqm, low, high
+
+
+def write_report(out: Path) -> None:
+    """Make tables and pictures from all finished runs under `out`."""
+    paths = (out / "jobs").glob("*.json")
+    results = [Result(**json.loads(path.read_text())) for path in paths]
+    if not results:
+        return
+    results.sort(key=lambda result: (result.env_id, result.algo, result.seed))
+    groups = [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.algo))]
+    write_atomically(out / "results.csv", _runs_table(results))
+    write_atomically(out / "results.md", markdown_report(groups))
+    rows = []
+    for env_id, same_env in groupby(groups, lambda group: group[0].env_id):
+        curves = [_seed_curves(group) for group in same_env]
+        save_curves(curves, env_id, out / f"{file_name(env_id)}.png")
+        for algo, seeds, *columns in curves:
+            rows += [(env_id, algo, seeds, *values) for values in zip(*columns, strict=True)]
+    write_atomically(out / "curves.csv", _csv_text(("env_id", *SeedCurves._fields), rows))
+
+
+def _runs_table(results: list[Result]) -> str:
+    left_out = ("flags", "curve")
+    header = [name for name in Result.__dataclass_fields__ if name not in left_out]
+    return _csv_text(header, [[getattr(result, name) for name in header] for result in results])
+
+
+def _seed_curves(group: list[Result]) -> SeedCurves:
+    steps, returns = on_common_steps([result.curve for result in group])
+    return SeedCurves(group[0].algo, len(group), steps, *curve_statistics(returns))
+
+
+def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
+    """Draw the learning curves of the algorithms on one environment."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=env_id, xlabel="env steps", ylabel="episodic return (raw)")
+    for i, curve in enumerate(curves):
+        label = f"{curve.algo}, {curve.seeds} seed{'s' * (curve.seeds > 1)}"
+        axes.plot(curve.step, curve.mean, color=f"C{i}", label=f"{label}: mean")
+        axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
+        if curve.seeds > 1:
+            band = axes.fill_between(curve.step, curve.low, curve.high, color=f"C{i}")
+            band.set(alpha=0.2, linewidth=0, label="95 % interval of the mean")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def markdown_report(groups: list[list[Result]]) -> str:
+    """Return results.md for groups of runs that differ in the seed alone."""
+    names = ("algorithm", "environment", "seeds", "env steps", "training return", "published")
+    more = ("evaluation return", "SPS", "minutes a run")
+    lines = [
+        "# Returns over seeds",
+        "",
+        "| " + " | ".join(names + more) + " |",
+        "|---" * len(names + more) + "|",
+        *(_markdown_row(group) for group in groups),
+        "",
+        "Mean ± standard deviation over seeds. Training return: all episodes that ended in the "
+        "last 10 % of the steps. Evaluation return: the final policy. Published: CleanRL's "
+        f"training return, 3 seeds, {PUBLISHED_STEPS:,} steps. SPS: env steps a second, median "
+        "of the log points.",
+        "",
+        *(_markdown_origin(group) for group in groups),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(group: list[Result]) -> str:
+    first = group[0]
+    published = PUBLISHED.get((first.algo, first.env_id), "–")
+    cells = (
+        first.algo,
+        first.env_id,
+        len(group),
+        f"{first.steps:,}",
+        _mean_and_std([result.training_return for result in group]),
+        published if first.steps == PUBLISHED_STEPS else "–",
+        _mean_and_std([result.evaluation_return for result in group]),
+        f"{np.mean([result.SPS for result in group]):,.0f}",
+        f"{np.mean([result.seconds for result in group]) / 60:.1f}",
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _markdown_origin(group: list[Result]) -> str:
+    """Return how to make the runs of a group again, and what made them."""
+    first = group[0]
+    _, eval_frequency, *extra = first.flags
+    own = ["--algos", first.algo, "--env-ids", first.env_id, "--num-seeds", str(len(group))]
+    own += ["--eval-frequency", eval_frequency, *(["--", *extra] if extra else [])]
+    command = shlex.join(["python", "benchmarks/sweep.py", *own])
+    commits = ", ".join(sorted({result.commit for result in group}))
+    machines = "; ".join(sorted({result.machine for result in group}))
+    return f"- {first.algo} on {first.env_id}: `{command}`, commit {commits}, {machines}"
+
+
+def _mean_and_std(values: list[float]) -> str:
+    spread = f" ± {np.std(values):.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{spread}"
+
+
+def file_name(env_id: str) -> str:
+    """Return an environment id as part of a file name."""
+    return env_id.replace("/", "-").replace(":", "-")
+
+
+def _csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    return text.getvalue()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file as a whole, so that a killed sweep leaves no half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(text)
+    os.replace(fresh, path)

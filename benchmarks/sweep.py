@@ -1,0 +1,482 @@
+"""Run algorithms × environments × seeds side by side, a core each, and report over seeds.
+
+    python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 Acrobot-v1 --num-seeds 3
+    python benchmarks/sweep.py --out /tmp/short -- --total-timesteps 20000
+
+Flags after `--` go to every run. A repeated call skips finished runs and goes on with the others.
+Folders and files under --out (NAME is ALGO__ENV_ID__SEED):
+
+    jobs/NAME.json  a finished run: flags, returns, curve, commit, machine; the rest is made from it
+    results.csv     one row a run
+    results.md      one row an algorithm and environment, beside the published return
+    curves.csv      mean, interquartile mean and 95 % interval over seeds; ENV_ID.png shows them
+    runs/NAME/      its run folder, and what it printed in output.txt
+
+Exit codes: 0 all finished; 1 a run failed for good; 2 bad input; 130 and 143 stopped by Ctrl-C or
+SIGTERM, after the runs wrote their checkpoints (a second Ctrl-C kills them).
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from common import cli
+from common.config import check_config
+from common.envs import resolve_backend
+from common.errors import UserError
+from common.logger import make_console, read_metrics
+from common.runner import _stop_signals as stop_signals
+from report import Result, file_name, late_return, read_curve, write_atomically, write_report
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_TRIES = 3
+POLL_SECONDS = 0.2
+OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--eval-frequency")
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to run, how much of it at once, and where results go."""
+
+    algos: tuple[str, ...] = ("dqn",)
+    """names of files in algos/"""
+    env_ids: tuple[str, ...] = ("CartPole-v1",)
+    """environments, as --env-id takes them"""
+    num_seeds: int = 3
+    """runs of each algorithm on each environment, with the seeds 1 to num_seeds"""
+    workers: int | None = None
+    """runs at once, each pinned to a core; one a usable core if not given"""
+    eval_frequency: int = 0
+    """env steps between two evaluations; 0 evaluates at the end only"""
+    out: str = "benchmarks/results/sweep"
+    """folder of results, run folders and what is needed to go on"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to do: an algorithm on an environment with a seed."""
+
+    algo: str
+    env_id: str
+    seed: int
+    flags: tuple[str, ...]
+    total_timesteps: int
+
+    @property
+    def name(self) -> str:
+        """Return what its files are called."""
+        return f"{self.algo}__{file_name(self.env_id)}__{self.seed}"
+
+
+def main(args: list[str]) -> int:
+    """Run the sweep that a command line describes and return its exit code.
+
+    Raises:
+        UserError: bad input, or a folder that cannot be used; nothing was created.
+    """
+    split = args.index("--") if "--" in args else len(args)
+    options = cli.parse_flags(SweepOptions, args[:split], __doc__ or "")
+    jobs, out = make_jobs(options, args[split + 1 :]), Path(options.out)
+    _check_same_flags(jobs, out)
+    with _locked(out) as lock:
+        return Sweep(jobs, out, options.workers or len(_usable_cores()), lock).execute()
+
+
+def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
+    """Return the runs of a sweep, whose flags are known to be right.
+
+    Raises:
+        UserError: an algorithm, number, environment or flag that is not accepted.
+    """
+    _check_options(options, extra_flags)
+    flags = ("--eval-frequency", str(options.eval_frequency), *extra_flags)
+    jobs = []
+    for algo in dict.fromkeys(options.algos):
+        for env_id in dict.fromkeys(options.env_ids):
+            total_timesteps = _check_flags(algo, env_id, flags)
+            seeds = range(1, options.num_seeds + 1)
+            jobs += [Job(algo, env_id, seed, flags, total_timesteps) for seed in seeds]
+    return jobs
+
+
+def _check_options(options: SweepOptions, extra_flags: list[str]) -> None:
+    known = sorted(path.stem for path in (ROOT / "algos").glob("[!_]*.py"))
+    for algo in options.algos:
+        if algo not in known:
+            raise UserError(f"unknown --algos {algo!r}; accepted are {', '.join(known)}")
+    if not options.algos or not options.env_ids:
+        raise UserError("--algos and --env-ids need at least one name each")
+    if options.num_seeds < 1:
+        raise UserError(f"--num-seeds must be 1 or more, got {options.num_seeds}")
+    if options.workers is not None and options.workers < 1:
+        raise UserError(f"--workers must be 1 or more, got {options.workers}")
+    for flag in extra_flags:
+        if flag.partition("=")[0].replace("_", "-") in OWN_FLAGS:
+            raise UserError(f"{flag} cannot follow `--`, because the sweep sets it for each run")
+
+
+def _check_flags(algo: str, env_id: str, flags: Iterable[str]) -> int:
+    """Check what can be checked without making environments; return total_timesteps."""
+    module = importlib.import_module(f"algos.{algo}")
+    config = cli.parse(module.Config, module.PRESETS, ["--env-id", env_id, *flags]).config
+    check_config(config)
+    if config.env_module is None:
+        resolve_backend(env_id, config.env_backend)
+    return config.total_timesteps
+
+
+def _check_same_flags(jobs: list[Job], out: Path) -> None:
+    """Refuse to mix runs of different flags in one folder of results."""
+    places = [(job, out / "jobs" / f"{job.name}.json") for job in jobs]
+    places += [(job, out / "runs" / job.name / "job.json") for job in jobs]
+    for job, path in places:
+        before = json.loads(path.read_text())["flags"] if path.exists() else list(job.flags)
+        if before != list(job.flags):
+            raise UserError(
+                f"{out} holds {job.name} with the flags {shlex.join(before)!r}, now they are "
+                f"{shlex.join(job.flags)!r}; repeat those, or give another --out"
+            )
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Generator[IO, None, None]:
+    """Hold a lock on `out` that its runs inherit, so that no two processes train one run."""
+    path = out / "runs" / "lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to {out} ({error}); give another --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{out} is in use by another sweep, or by runs that a killed one left behind; "
+                "wait until they end, or give another --out"
+            ) from error
+        yield lock
+
+
+class Sweep:
+    """Works off jobs with a number of workers, of which each has a core and at most one run."""
+
+    def __init__(self, jobs: list[Job], out: Path, workers: int, lock: IO) -> None:
+        self.jobs, self.out, self.workers, self.lock = jobs, out, workers, lock
+        self.commit = _describe_commit()
+        self.display = Display()
+        self.waiting = deque(Run(job, out) for job in jobs if not self._result_path(job).exists())
+        self.running: dict[int, Run] = {}
+        self.failures: list[str] = []
+        self.told_to_stop = False
+
+    def execute(self) -> int:
+        """Run everything, write the report and return the exit code."""
+        skipped = len(self.jobs) - len(self.waiting)
+        self.display.say(f"runs: {len(self.jobs)}, finished before: {skipped}, folder: {self.out}")
+        with self.display, stop_signals() as received:
+            try:
+                self._work_off(received)
+            finally:
+                self._kill_runs()
+        write_report(self.out)
+        for line in self.failures:
+            print(line, file=sys.stderr)
+        if received:
+            self.display.say(f"stopped by {received[0].name}; the same call goes on from here")
+            return 128 + received[0]
+        return 1 if self.failures else 0
+
+    def _work_off(self, received: list[signal.Signals]) -> None:
+        while self.running or (self.waiting and not received):
+            if not received:
+                self._start_runs()
+            elif not self.told_to_stop:
+                self._tell_to_stop()
+            for worker in list(self.running):
+                self._look_after(worker)
+            time.sleep(POLL_SECONDS)
+
+    def _start_runs(self) -> None:
+        cores = _usable_cores()
+        for worker in range(self.workers):
+            if worker not in self.running and self.waiting:
+                run = self.waiting.popleft()
+                core = cores[worker % len(cores)]
+                run.start(core, _child_environment(self.workers), self.lock)
+                self.running[worker] = run
+
+    def _tell_to_stop(self) -> None:
+        """Send SIGTERM to every run, once: a second one would keep it from its checkpoint."""
+        self.display.say("stopping: the runs write their checkpoints")
+        self.told_to_stop = True
+        for run in self.running.values():
+            run.process.terminate()
+
+    def _kill_runs(self) -> None:
+        """Leave no run behind when the sweep itself fails or gets a second Ctrl-C."""
+        for run in self.running.values():
+            run.process.kill()
+
+    def _look_after(self, worker: int) -> None:
+        run = self.running[worker]
+        self.display.show(run)
+        if run.process.poll() is not None:
+            del self.running[worker]
+            self._settle(run)
+
+    def _settle(self, run: "Run") -> None:
+        """Decide what the end of a run's process means."""
+        code, name, missing = run.process.returncode, run.job.name, run.missing()
+        run.add_seconds()
+        self.display.drop(run)
+        end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        interrupted = code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        if code == 0 and not missing:
+            result = make_result(run, self.commit)
+            write_atomically(self._result_path(run.job), json.dumps(asdict(result)))
+            self.display.say(_summary(name, result))
+        elif self.told_to_stop:
+            self.display.say(f"{name}: stopped at step {run.progress()[0]:,}")
+        elif interrupted and run.tries < MAX_TRIES:
+            self.display.say(f"{name}: {end}; try {run.tries + 1} of {MAX_TRIES} follows")
+            self.waiting.appendleft(run)
+        else:
+            self.display.say(f"{name}: failed, {end}")
+            reason = run.last_words() if code else missing
+            line = f"failed: {name}, {end} at try {run.tries}: {reason} (see {run.output})"
+            self.failures.append(line)
+
+    def _result_path(self, job: Job) -> Path:
+        return self.out / "jobs" / f"{job.name}.json"
+
+
+class Run:
+    """A job in progress: its folder, its process, and how often it was started."""
+
+    def __init__(self, job: Job, out: Path) -> None:
+        self.job, self.folder = job, out / "runs" / job.name
+        self.output = self.folder / "output.txt"
+        self.tries = 0
+        self.process: subprocess.Popen
+
+    def start(self, core: int | None, environment: dict[str, str], lock: IO) -> None:
+        """Start it on a core, from its last checkpoint if there is one.
+
+        It gets a session of its own, because Ctrl-C in a terminal reaches the whole session, and
+        a run that also gets the sweep's SIGTERM dies without a checkpoint.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tries += 1
+        self._started = time.monotonic()
+        self._write_state(self.seconds)
+        with self.output.open("a") as output, _on_core(core):
+            self.process = subprocess.Popen(
+                self._command(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock.fileno(),),
+                start_new_session=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall time of its processes that have ended."""
+        path = self.folder / "job.json"
+        return json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+
+    def add_seconds(self) -> None:
+        """Count the wall time of the process that has just ended."""
+        self._write_state(self.seconds + time.monotonic() - self._started)
+
+    def run_folders(self) -> list[Path]:
+        """Return the folders it trained in, oldest first."""
+        return sorted(path.parent for path in self.folder.glob("*/config.json"))
+
+    def progress(self) -> tuple[int, dict[str, float]]:
+        """Return the last logged env step and the latest scalars."""
+        folders = self.run_folders()
+        return read_latest(folders[-1] / "metrics.csv") if folders else (0, {})
+
+    def missing(self) -> str:
+        """Return what it has not written: a full disk, say, does not stop training."""
+        step = self.progress()[0]
+        if step < self.job.total_timesteps:
+            return f"metrics.csv ends at step {step:,} of {self.job.total_timesteps:,}"
+        written = (self.run_folders()[-1] / "result.json").exists()
+        return "" if written else "there is no result.json"
+
+    def last_words(self) -> str:
+        """Return the last line it printed."""
+        lines = self.output.read_text(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+    def _command(self) -> list[str]:
+        job = self.job
+        program = [sys.executable, str(ROOT / "algos" / f"{job.algo}.py")]
+        # A checkpoint's folder is a plain number once it is complete.
+        saved = [path for path in self.folder.glob("*/checkpoints/*") if path.name.isdigit()]
+        if saved:
+            return [*program, "--resume", str(max(saved).parents[1])]
+        own = ["--env-id", job.env_id, "--seed", str(job.seed), "--runs-dir", str(self.folder)]
+        return [*program, *own, *job.flags]
+
+    def _write_state(self, seconds: float) -> None:
+        state = {"flags": self.job.flags, "seconds": round(seconds, 1)}
+        write_atomically(self.folder / "job.json", json.dumps(state))
+
+
+class Display:
+    """A live line a run on a terminal; elsewhere a plain line at each tenth of a run."""
+
+    def __init__(self) -> None:
+        self.console = make_console()
+        self._shown: dict[str, int] = {}
+        self._progress: Progress | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            more = (TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+            self._progress = Progress(*columns, *more, console=self.console)
+
+    def __enter__(self) -> "Display":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        self.console.print(line, markup=False)
+
+    def show(self, run: Run) -> None:
+        """Show how far a run is."""
+        step, logs = run.progress()
+        name, total = run.job.name, run.job.total_timesteps
+        shown = {"charts/episodic_return": "return {:.1f}", "charts/SPS": "SPS {:,.0f}"}
+        text = "  ".join(form.format(logs[key]) for key, form in shown.items() if key in logs)
+        if self._progress:
+            if name not in self._shown:
+                self._shown[name] = self._progress.add_task(name, total=total, text="")
+            self._progress.update(self._shown[name], completed=step, text=text)
+        elif 10 * step // total > self._shown.get(name, 0):
+            self._shown[name] = 10 * step // total
+            self.say(f"{name}: step {step:,} of {total:,}  {text}")
+
+    def drop(self, run: Run) -> None:
+        """Take a run's live line away."""
+        if self._progress and run.job.name in self._shown:
+            self._progress.remove_task(self._shown.pop(run.job.name))
+
+
+def read_latest(metrics: Path, size: int = 4096) -> tuple[int, dict[str, float]]:
+    """Return the last env step in a metrics.csv, and the latest scalars, from its end alone."""
+    if not metrics.exists():
+        return 0, {}
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - size))
+        lines = file.read().decode().split("\n")[1:-1]  # the first and last may be cut
+    rows = [line.strip().split(",") for line in lines]
+    return int(rows[-1][0]) if rows else 0, {row[2]: float(row[3]) for row in rows}
+
+
+def _usable_cores() -> list[int | None]:
+    """Return the cores this process may use; [None] where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None]
+
+
+@contextlib.contextmanager
+def _on_core(core: int | None) -> Generator[None, None, None]:
+    """Start processes on a core from their first instruction on: children inherit affinity."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _child_environment(workers: int) -> dict[str, str]:
+    """One thread for XLA, and a share of a GPU's memory, unless the user has set them."""
+    defaults = {"NPROC": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
+    return {**defaults, **os.environ}
+
+
+def make_result(run: Run, commit: str) -> Result:
+    """Read what a run that ended well left in its folder."""
+    folder, job = run.run_folders()[-1], run.job
+    final = json.loads((folder / "result.json").read_text())
+    rows = read_metrics(folder / "metrics.csv")
+    curve = read_curve(rows)
+    return Result(
+        algo=job.algo,
+        env_id=job.env_id,
+        seed=job.seed,
+        flags=list(job.flags),
+        steps=final["steps"],
+        training_return=late_return(curve, final["steps"]),
+        evaluation_return=final["evaluation_return"],
+        evaluation_std=final["evaluation_std"],
+        seconds=max(run.seconds, rows[-1][1]),  # a killed sweep has not counted its processes
+        SPS=float(np.median([value for _, _, name, value in rows if name == "charts/SPS"])),
+        commit=commit,
+        machine=_describe_machine(final["device"]),
+        curve=curve,
+    )
+
+
+def _summary(name: str, result: Result) -> str:
+    return (
+        f"{name}: {result.steps:,} steps in {result.seconds:.0f} s, training return "
+        f"{result.training_return:.1f}, evaluation {result.evaluation_return:.1f} ± "
+        f"{result.evaluation_std:.1f}"
+    )
+
+
+def _describe_commit() -> str:
+    """Return git's short hash, marked if the code that runs differs from it."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    try:
+        head = git(["git", "rev-parse", "--short", "HEAD"])
+        changed = git(["git", "diff", "--quiet", "HEAD", "--", "algos", "common"])
+    except FileNotFoundError:
+        return "unknown"
+    return head.stdout.strip() + "-dirty" * bool(changed.returncode) or "unknown"
+
+
+def _describe_machine(device: str) -> str:
+    """Return CPU model and number of cores, and the device if JAX computed on another one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n") if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    cpu = f"{next(models, platform.machine())}, {os.cpu_count()} cores"
+    return cpu if device == "cpu" else f"{cpu}, {device}"
+
+
+if __name__ == "__main__":
+    with cli.exit_codes(debug=False):
+        sys.exit(main(sys.argv[1:]))

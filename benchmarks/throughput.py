@@ -1,0 +1,401 @@
+"""Env steps a second of the training loop, against a plain Python loop and against its own limit.
+
+    python benchmarks/throughput.py                    # DQN on CartPole-v1, one core and all cores
+    python benchmarks/throughput.py --memory-steps 5000000
+
+Every figure is the median of repeats that are interleaved in one process, so that a machine whose
+speed drifts slows all of them alike; quote the ratios. Compilation is left out.
+
+    loop      the training loop of algos/dqn.py
+    baseline  the same Algorithm, called from a Python loop over gymnasium.make_vec
+    env       the environments alone, stepped by random actions inside a compiled loop
+    learn     the updates alone, on a full replay buffer, in env steps (an update every 10)
+    limit     1 / (1 / env + 1 / learn): no loop that does both on one core can be faster
+    plain     `python algos/dqn.py` as a user starts it, from its own log (with all cores allowed)
+"""
+
+import csv
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+Measure = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    num_envs: tuple[int, ...] = (1, 8)
+    """numbers of parallel environments"""
+    repeats: int = 9
+    """interleaved repeats of each figure"""
+    seconds: float = 1.0
+    """length of one repeat"""
+    memory_steps: int = 0
+    """instead, train for as many steps and write the resident memory over them"""
+    out: str = str(RESULTS)
+    """folder for throughput.json, throughput.md and throughput.png"""
+    worker: bool = False
+    """used by the program itself: measure in this process and print JSON"""
+
+
+def main(options: Options) -> None:
+    """Measure in worker processes, one core then all cores, and write the results."""
+    if options.worker:
+        print(json.dumps(measure_all(options)))
+        return
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if options.memory_steps:
+        figures = measure_memory(options.memory_steps)
+        (out / "memory.json").write_text(json.dumps(figures | describe_machine(), indent=2) + "\n")
+        print(json.dumps(figures))
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    results: dict[str, Any] = {"machine": describe_machine(), "figures": {}}
+    results["figures"]["one core"] = run_worker(options, {cores[0]}) | run_plain(options, cores)
+    results["figures"]["all cores"] = run_worker(options, set(cores))
+    (out / "throughput.json").write_text(json.dumps(results, indent=2) + "\n")
+    table = as_table(results)
+    (out / "throughput.md").write_text(table)
+    save_picture(results, out / "throughput.png")
+    print(table)
+
+
+def run_worker(options: Options, cores: set[int]) -> dict[str, float]:
+    """Measure everything in a process of its own on the given cores."""
+    command = [sys.executable, __file__, "--worker", "--repeats", str(options.repeats)]
+    command += ["--seconds", str(options.seconds)]
+    command += ["--num-envs", *map(str, options.num_envs)]
+    environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    finally:
+        os.sched_setaffinity(0, before)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_plain(options: Options, cores: list[int]) -> dict[str, float]:
+    """Start algos/dqn.py as a user does, and pinned by hand, in turn; read the SPS it logged."""
+    rates: dict[str, list[float]] = {}
+    for _ in range(3):
+        for num_envs in options.num_envs:
+            for name, chosen in (("plain", set(cores)), ("pinned", {cores[0]})):
+                rate = logged_rate(num_envs, chosen)
+                rates.setdefault(f"{name} {num_envs}", []).append(rate)
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def logged_rate(num_envs: int, cores: set[int]) -> float:
+    """Return the median SPS in metrics.csv of a run of 300,000 steps, the first third left out."""
+    environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
+    before = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "algos" / "dqn.py"), "--runs-dir", folder]
+        command += ["--num-envs", str(num_envs), "--total-timesteps", "304000"]
+        command += ["--eval-frequency", "0", "--checkpoint-frequency", "0"]
+        os.sched_setaffinity(0, cores)
+        try:
+            subprocess.run(command, capture_output=True, env=environment, check=True)
+        finally:
+            os.sched_setaffinity(0, before)
+        (metrics,) = Path(folder).glob("*/metrics.csv")
+        rows = list(csv.DictReader(metrics.open()))
+    late = [row for row in rows if row["name"] == "charts/SPS" and int(row["step"]) > 100_000]
+    return statistics.median(float(row["value"]) for row in late)
+
+
+def measure_all(options: Options) -> dict[str, float]:
+    """Return env steps a second by name, as medians of interleaved repeats."""
+    from algos.dqn import Config
+
+    measures: dict[str, tuple[Measure, int]] = {}
+    for num_envs in options.num_envs:
+        config = Config(num_envs=num_envs)
+        measures[f"loop {num_envs}"] = loop_measure(config), num_envs
+        measures[f"env {num_envs}"] = env_measure(config), num_envs
+        measures[f"baseline {num_envs}"] = baseline_measure(config), num_envs
+    measures["learn"] = learn_measure(Config()), Config().train_frequency
+    gymnax = Config(env_id="gymnax/CartPole-v1", num_envs=10)
+    measures["gymnax loop 10"] = loop_measure(gymnax), 10
+    measures["gymnax env 10"] = env_measure(gymnax), 10
+    counts = {name: calibrate(run, options.seconds) for name, (run, _) in measures.items()}
+    rates: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(options.repeats):
+        for name, (run, steps) in measures.items():
+            start = time.perf_counter()
+            run(counts[name])
+            rates[name].append(counts[name] * steps / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def calibrate(run: Measure, seconds: float) -> int:
+    """Return how many iterations take about `seconds`; compiles on the way."""
+    run(10)
+    count = 100
+    while True:
+        start = time.perf_counter()
+        run(count)
+        elapsed = time.perf_counter() - start
+        if elapsed > seconds / 10:
+            return max(1, int(count * seconds / elapsed))
+        count *= 4
+
+
+def loop_measure(config: Any) -> Measure:
+    """Iterations of the training loop after learning has started."""
+    import jax
+
+    from algos.dqn import Trainer
+
+    trainer = Trainer(config)
+    trainer.state, _ = trainer._run(trainer.state, 2 * config.learning_starts // config.num_envs)
+
+    def run(iterations: int) -> None:
+        trainer.state, _ = trainer._run(trainer.state, iterations)
+        jax.block_until_ready(trainer.state)
+
+    return run
+
+
+def env_measure(config: Any) -> Measure:
+    """Vector steps of the environments alone."""
+    import jax
+    from jax import lax
+
+    from common.envs import make_env
+
+    env = make_env(config, "evaluate")
+    num_actions = int(env.action_space.n)  # type: ignore[attr-defined]
+
+    @jax.jit
+    def steps(state: Any, key: Any, count: int) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            state, key = carry
+            key, action_key = jax.random.split(key)
+            action = jax.random.randint(action_key, (config.num_envs,), 0, num_actions)
+            return env.step(state, action)[0], key
+
+        return lax.fori_loop(0, count, step, (state, key))
+
+    carry = [env.reset(jax.random.key(0)), jax.random.key(1)]
+
+    def run(count: int) -> None:
+        carry[:] = jax.block_until_ready(steps(*carry, count))
+
+    return run
+
+
+def learn_measure(config: Any) -> Measure:
+    """Updates alone: sample, target, loss, gradient, Adam."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from algos.dqn import Trainer
+
+    trainer = Trainer(config)
+    # The loop keeps the trainer alive through this closure, and its pool with it.
+    state, _ = trainer._run(trainer.state, config.buffer_size // config.num_envs)
+    zeros = dict.fromkeys(("updates", "target_updates", "td_loss", "q_values"), jnp.zeros(()))
+    updates = jax.jit(lambda state, n: lax.fori_loop(0, n, trainer._run_train, (state, zeros))[0])
+    carry = [state]
+
+    def run(count: int) -> None:
+        carry[0] = jax.block_until_ready(updates(carry[0], count))
+
+    return run
+
+
+class PythonLoop:
+    """The loop that people write: a Python `for` over gymnasium.make_vec and a numpy buffer."""
+
+    def __init__(self, config: Any) -> None:
+        import gymnasium
+        import jax
+        import numpy as np
+
+        from algos.dqn import Agent, Algorithm
+
+        n, self.config = config.num_envs, config
+        self.envs = gymnasium.make_vec(config.env_id, num_envs=n, vectorization_mode="sync")
+        spaces = self.envs.single_observation_space, self.envs.single_action_space
+        algorithm = Algorithm(config, *spaces)
+        agent = Agent(config, algorithm)
+        self.sample = jax.jit(agent.sample)
+        self.learn = jax.jit(agent.learn, donate_argnums=0)
+        self.split = jax.random.split
+        self.learner, self.key = algorithm.init(jax.random.key(0)), jax.random.key(1)
+        self.rng = np.random.default_rng(0)
+        self.obs, _ = self.envs.reset(seed=0)
+        self.ended, self.step = np.zeros(n, bool), 0
+        self.capacity = config.buffer_size // n
+        shapes: dict[str, tuple] = {"obs": spaces[0].shape, "next_obs": spaces[0].shape}  # type: ignore
+        shapes |= dict.fromkeys(("action", "reward", "discount", "weight"), ())
+        self.buffers = {
+            name: np.zeros((self.capacity, n, *shape), np.int32 if name == "action" else np.float32)
+            for name, shape in shapes.items()
+        }
+
+    def run(self, iterations: int) -> None:
+        """Vector steps, each followed by the updates that fall due."""
+        frequency = self.config.train_frequency
+        for _ in range(iterations):
+            before = self.step
+            self.collect(before // self.config.num_envs % self.capacity)
+            for _ in range(self.step // frequency - before // frequency):
+                self.update()
+
+    def collect(self, row: int) -> None:
+        """Act, step, store."""
+        import numpy as np
+
+        self.key, key = self.split(self.key)
+        action = np.asarray(self.sample(self.learner, self.obs, self.step, key)[0])
+        next_obs, reward, terminated, truncated, _ = self.envs.step(action)
+        values = {"obs": self.obs, "next_obs": next_obs, "action": action, "reward": reward}
+        discount = self.config.gamma * (1.0 - terminated)
+        for name, value in (values | {"discount": discount, "weight": ~self.ended}).items():
+            self.buffers[name][row] = value
+        self.obs, self.ended = next_obs, terminated | truncated
+        self.step += self.config.num_envs
+
+    def update(self) -> None:
+        """One minibatch."""
+        from common.replay import Batch
+
+        size = self.config.batch_size
+        row = self.rng.integers(0, self.capacity, size)
+        env = self.rng.integers(0, self.config.num_envs, size)
+        columns: dict[str, Any] = {name: x[row, env] for name, x in self.buffers.items()}
+        self.learner, _ = self.learn(self.learner, Batch(**columns, extras=()))
+
+
+def baseline_measure(config: Any) -> Measure:
+    """Iterations of the Python loop, its buffer full."""
+    loop = PythonLoop(config)
+    loop.run(loop.capacity)
+    return loop.run
+
+
+def measure_memory(steps: int) -> dict[str, Any]:
+    """Train DQN on CartPole-v1 and return the resident memory in MiB at each tenth of the way."""
+    from algos.dqn import Config, Trainer
+    from common import threads
+
+    threads.use_one_core()
+    trainer = Trainer(replace(Config(), total_timesteps=steps, log_frequency=steps // 100))
+    resident = {}
+    for log_data in trainer():
+        if log_data["log_type"] == "collect" and log_data["sample_step"] % (steps // 10) == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident[log_data["sample_step"]] = round(pages * resource.getpagesize() / 2**20, 1)
+    return {"resident_MiB": resident}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what a reader needs to place the figures."""
+    import jax
+
+    models = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "commit": commit.stdout.strip(),
+        "command": "python " + " ".join(["benchmarks/throughput.py", *sys.argv[1:]]),
+    }
+
+
+def share_of_limit(figures: dict[str, float], num_envs: int) -> float:
+    """Return loop / limit for one number of environments."""
+    limit = 1 / (1 / figures[f"env {num_envs}"] + 1 / figures["learn"])
+    return figures[f"loop {num_envs}"] / limit
+
+
+def as_table(results: dict[str, Any]) -> str:
+    """Return the figures as a markdown table."""
+    machine = results["machine"]
+    lines = [
+        f"DQN on CartPole-v1, env steps a second: {machine['cpu']}, {machine['cores']} cores, "
+        f"jax {machine['jax']}, commit {machine['commit']}, `{machine['command']}`",
+        "",
+        "| cores | envs | loop | baseline | loop / baseline | env | learn | share of limit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cores, figures in results["figures"].items():
+        for name in figures:
+            if not name.startswith("loop "):
+                continue
+            n = int(name.split()[1])
+            loop, baseline, env = (figures[f"{k} {n}"] for k in ("loop", "baseline", "env"))
+            lines.append(
+                f"| {cores} | {n} | {loop:,.0f} | {baseline:,.0f} | {loop / baseline:.1f} | "
+                f"{env:,.0f} | {figures['learn']:,.0f} | {share_of_limit(figures, n):.0%} |"
+            )
+    lines += ["", "| started as | envs | SPS logged | of pinned by hand |", "|---|---|---|---|"]
+    figures = results["figures"]["one core"]
+    for name in figures:
+        if name.startswith("plain "):
+            n = name.split()[1]
+            plain, pinned = figures[name], figures[f"pinned {n}"]
+            command = f"`python algos/dqn.py --num-envs {n}`"
+            lines.append(f"| {command} | {n} | {plain:,.0f} | {plain / pinned:.0%} |")
+    lines += ["", "| gymnax/CartPole-v1, 10 envs | loop | env |", "|---|---|---|"]
+    for cores, figures in results["figures"].items():
+        loop, env = figures["gymnax loop 10"], figures["gymnax env 10"]
+        lines.append(f"| {cores} | {loop:,.0f} | {env:,.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def save_picture(results: dict[str, Any], path: Path) -> None:
+    """Draw loop, baseline and limit on one core as bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figures = results["figures"]["one core"]
+    counts = [int(name.split()[1]) for name in figures if name.startswith("loop ")]
+    limits = [figures[f"loop {n}"] / share_of_limit(figures, n) for n in counts]
+    bars = {
+        "Python loop over gymnasium.make_vec": [figures[f"baseline {n}"] for n in counts],
+        "algos/dqn.py": [figures[f"loop {n}"] for n in counts],
+        "limit: environment + learning": limits,
+    }
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title="DQN on CartPole-v1, one core", ylabel="env steps a second")
+    for i, (label, values) in enumerate(bars.items()):
+        positions = [x + (i - 1) * 0.27 for x in range(len(counts))]
+        axes.bar_label(axes.bar(positions, values, 0.25, label=label), fmt="{:,.0f}")
+    axes.set_xticks(range(len(counts)), [f"{n} env{'s' * (n > 1)}" for n in counts])
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

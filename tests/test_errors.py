@@ -1,0 +1,353 @@
+"""Every bad input ends with exit code 2 and one line on standard error, and leaves no folder."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from run_helpers import SHORT, finished_run, run_alone, run_here
+
+# name: (flags, what the line must hold)
+BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
+    "flag unknown": ("--learning-rat 1", ["'--learning-rat'", "--learning-rate", "--help"]),
+    "flag unknown, nothing near": ("--zzz 1", ["'--zzz'", "--help"]),
+    "flag of another algorithm": ("--gae-lambda 0.9", ["'--gae-lambda'", "--help"]),
+    "positional": ("CartPole-v1", ["'CartPole-v1'", "--help"]),
+    "flag without value": ("--seed", ["--seed takes a whole number", "no value", "--help"]),
+    "flag before another": ("--seed --track", ["--seed takes a whole number", "no value"]),
+    "two values": ("--seed 1 2", ["'2'", "--help"]),
+    "text for int": ("--seed abc", ["--seed takes a whole number", "'abc'", "--help"]),
+    "float for int": ("--num-envs=1.5", ["--num-envs takes a whole number", "'1.5'"]),
+    "nan for int": ("--batch-size nan", ["--batch-size takes a whole number", "'nan'"]),
+    "text for float": ("--gamma x", ["--gamma takes a number", "'x'", "--help"]),
+    "underscores": ("--learning_rate x", ["--learning-rate takes a number", "'x'"]),
+    "choice": ("--env-backend gym", ["'gym'", "auto, envpool, gymnasium, jax", "--help"]),
+    "device": ("--device tpu", ["'tpu'", "auto, cpu, gpu"]),
+    "wandb mode": ("--wandb-mode x", ["'x'", "online, offline"]),
+    "preset": ("--preset small", ["--preset 'small'", "auto, classic, atari"]),
+    "learning_rate nan": ("--learning-rate nan", ["--learning-rate", "finite number", "nan"]),
+    "learning_rate inf": ("--learning-rate inf", ["--learning-rate", "finite number", "inf"]),
+    "learning_rate 0": ("--learning-rate 0", ["--learning-rate must be above 0, got 0"]),
+    "learning_rate -1": ("--learning-rate -1", ["--learning-rate must be above 0, got -1"]),
+    "gamma 1.5": ("--gamma 1.5", ["--gamma must lie between 0 and 1, got 1.5"]),
+    "gamma nan": ("--gamma nan", ["--gamma", "finite number", "nan"]),
+    "tau -0.1": ("--tau -0.1", ["--tau must lie between 0 and 1, got -0.1"]),
+    "tau inf": ("--tau inf", ["--tau", "finite number", "inf"]),
+    "start_epsilon": ("--start-epsilon 2", ["--start-epsilon must lie between 0 and 1, got 2"]),
+    "end_epsilon": ("--end-epsilon -1", ["--end-epsilon must lie between 0 and 1, got -1"]),
+    "evaluation_epsilon": ("--evaluation-epsilon nan", ["--evaluation-epsilon", "finite"]),
+    "exploration_fraction": ("--exploration-fraction 1.1", ["between 0 and 1, got 1.1"]),
+    "batch_size 0": ("--batch-size 0", ["--batch-size must be above 0, got 0"]),
+    "num_envs 0": ("--num-envs 0", ["--num-envs must be above 0, got 0"]),
+    "num_envs -1": ("--num-envs -1", ["--num-envs must be above 0, got -1"]),
+    "total_timesteps 0": ("--total-timesteps 0", ["--total-timesteps must be above 0, got 0"]),
+    "total_timesteps odd": (
+        "--total-timesteps 1001",
+        ["multiple of --num-envs 8", "1001", "use 1000 or 1008"],
+    ),
+    "total_timesteps too few": ("--total-timesteps 3", ["multiple of --num-envs 8", "use 8 or 8"]),
+    "log_frequency 0": ("--log-frequency 0", ["--log-frequency must be above 0, got 0"]),
+    "buffer_size -1": ("--buffer-size -1", ["--buffer-size must be above 0, got -1"]),
+    "train_frequency 0": ("--train-frequency 0", ["--train-frequency must be above 0, got 0"]),
+    "target_network_frequency 0": (
+        "--target-network-frequency 0",
+        ["--target-network-frequency must be above 0, got 0"],
+    ),
+    "n_step 0": ("--n-step 0", ["--n-step must be above 0, got 0"]),
+    "frame_stack 0": ("--frame-stack 0", ["--frame-stack must be above 0, got 0"]),
+    "seed -1": ("--seed -1", ["--seed must be 0 or more, got -1"]),
+    "seed 2**40": (f"--seed {2**40}", ["--seed must be below 2147483648", str(2**40)]),
+    "total 2**40": (f"--total-timesteps {2**40}", ["--total-timesteps must be below 2147483648"]),
+    "learning_starts -1": ("--learning-starts -1", ["--learning-starts must be 0 or more"]),
+    "learning_starts too few": (
+        "--learning-starts 30 --n-step 3",
+        ["--learning-starts 30", "--num-envs 8", "--n-step 3", "at least 32"],
+    ),
+    "batch larger than buffer": (
+        "--batch-size 2000 --buffer-size 1000",
+        ["--batch-size 2000", "--buffer-size 1000", "lower the batch"],
+    ),
+    "buffer too small": (
+        "--buffer-size 32 --batch-size 16 --n-step 4",
+        ["--buffer-size 32", "--n-step 4", "--num-envs 8", "at least 40"],
+    ),
+    "frame_stack of no such frames": (
+        "--frame-stack 3",
+        ["--frame-stack 3", "(4,)", "use --frame-stack 1"],
+    ),
+    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be 1 or more, got 0"]),
+    "eval_frequency -1": ("--eval-frequency -1", ["--eval-frequency must be 0 or more, got -1"]),
+    "keep_checkpoints 0": ("--keep-checkpoints 0", ["--keep-checkpoints must be 1 or more"]),
+    "checkpoint_frequency -1": (
+        "--checkpoint-frequency -1",
+        ["--checkpoint-frequency must be 0 or more, got -1"],
+    ),
+    "config missing": ("--config nowhere.json", ["nowhere.json", "--config", "config.json"]),
+    "resume missing": ("--resume nowhere", ["nowhere", "--resume", "runs/"]),
+    "resume with config": ("--resume a --config b", ["--resume a", "leave out --config b"]),
+    "env_module missing": (
+        "--env-module no_such_module",
+        ["'no_such_module'", "No module named", "PYTHONPATH"],
+    ),
+}
+
+BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
+    "id near": ("--env-id CartPol-v1", ["'CartPol-v1'", "did you mean CartPole-v1"]),
+    "id near, atari": ("--env-id Breakot-v5", ["'Breakot-v5'", "Breakout-v5"]),
+    "id near, gymnax": ("--env-id gymnax/Cartpole-v1", ["gymnax/CartPole-v1"]),
+    "id strange": ("--env-id zzzzzz", ["'zzzzzz'", "docs/environments.md"]),
+    "id of another backend": (
+        "--env-id gymnax/CartPole-v1 --env-backend envpool",
+        ["'gymnax/CartPole-v1'", "backend envpool"],
+    ),
+    "id unknown to gymnasium": (
+        "--env-id Breakout-v5 --env-backend gymnasium",
+        ["'Breakout-v5'", "backend gymnasium"],
+    ),
+    "action space": ("--env-id Pendulum-v1", ["dqn", "Discrete", "Box(-2.0, 2.0", "Pendulum-v1"]),
+    "two players": ("--env-id pgx/connect_four", ["connect_four", "2 players", "pgx/2048"]),
+    "kwargs without =": ("--env-kwargs frame_skip", ["--env-kwargs", "'frame_skip'", "KEY=VALUE"]),
+    "kwargs unknown to envpool": (
+        "--env-kwargs gravity=1",
+        ["gravity", "CartPole-v1", "max_episode_steps"],
+    ),
+    "kwargs unknown to gymnasium": (
+        "--env-backend gymnasium --env-kwargs gravity=1",
+        ["gravity", "CartPole-v1", "--env-kwargs"],
+    ),
+    "kwargs unknown to gymnax": (
+        "--env-id gymnax/CartPole-v1 --env-kwargs weight=1",
+        ["weight", "gravity", "--env-kwargs"],
+    ),
+    "raises when made": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=construct",
+        ["Failing-v0", "no such maze"],
+    ),
+    "raises at reset": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=reset",
+        ["RuntimeError", "the maze is shut", "--debug"],
+    ),
+    "shape at reset": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=reset_shape",
+        ["(3,)", "(4,)"],
+    ),
+    "unsupported space": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=space",
+        ["Failing-v0", "Text", "Box, Discrete, MultiDiscrete"],
+    ),
+}
+
+# These fail inside the compiled loop, before the first log point.
+LATE_FAULTS: dict[str, list[str]] = {
+    "raise": ["RuntimeError", "the maze fell down", "--debug"],
+    "nan_obs": ["not finite", "mend the environment"],
+    "nan_reward": ["not finite", "mend the environment"],
+    "dtype": ["complex64", "float32"],
+    "shape": ["(3,)", "(4,)"],
+}
+
+
+def check(ran, words, runs: Path) -> None:
+    """One line on standard error that holds the words, exit code 2, no run folder."""
+    lines = ran.err.splitlines()
+    assert ran.code == 2, (ran.out, ran.err)
+    assert len(lines) == 1 and lines[0].startswith("error: "), ran.err
+    assert not [word for word in words if word not in lines[0]], lines[0]
+    assert len(lines[0]) < 600, lines[0]
+    assert "Traceback" not in ran.out
+    assert not runs.is_dir() or not list(runs.iterdir())
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flag(capsys, tmp_path, name):
+    flags, words = BAD_FLAGS[name]
+    runs = tmp_path / "runs"
+    check(run_here(capsys, *shlex.split(flags), "--runs-dir", runs), words, runs)
+
+
+@pytest.mark.parametrize("name", BAD_ENVIRONMENTS)
+def test_bad_environment(capsys, tmp_path, name):
+    flags, words = BAD_ENVIRONMENTS[name]
+    runs = tmp_path / "runs"
+    check(run_here(capsys, *shlex.split(flags), "--runs-dir", runs), words, runs)
+
+
+@pytest.mark.parametrize("fault", LATE_FAULTS)
+def test_environment_that_fails_before_the_first_log_point(capsys, tmp_path, fault):
+    runs = tmp_path / "runs"
+    flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", runs]
+    ran = run_here(capsys, *SHORT, *flags, "--env-kwargs", f"fault={fault}", "at=30")
+    check(ran, ["Failing-v0", *LATE_FAULTS[fault]], runs)
+
+
+@pytest.mark.xfail(reason="replay takes any first axis of that size for stacked frames")
+def test_a_vector_is_no_stack_of_frames(capsys, tmp_path):
+    ran = run_here(capsys, *SHORT, "--frame-stack", "4", "--runs-dir", tmp_path / "runs")
+    check(ran, ["--frame-stack 4", "(4,)"], tmp_path / "runs")
+
+
+def test_runs_dir_that_is_a_file(capsys, tmp_path):
+    runs = tmp_path / "runs"
+    runs.touch()
+    ran = run_here(capsys, *SHORT, "--runs-dir", runs)
+    check(ran, [str(runs), "--runs-dir"], runs)
+    ran = run_here(capsys, *SHORT, "--runs-dir", runs / "below")
+    check(ran, [str(runs), "--runs-dir"], runs)
+
+
+def test_runs_dir_where_nobody_may_write(capsys):
+    runs = Path("/proc/runs")
+    check(run_here(capsys, *SHORT, "--runs-dir", runs), [str(runs), "--runs-dir"], runs)
+
+
+@pytest.mark.parametrize("episodes", ["0", "-3", "x"])
+def test_evaluate_episodes(capsys, tmp_path, episodes):
+    ran = run_here(capsys, tmp_path, "--episodes", episodes, module="common.evaluate")
+    check(ran, ["--episodes", episodes], tmp_path)
+
+
+def test_evaluate_flags(capsys, tmp_path):
+    def evaluate(*args):
+        return run_here(capsys, *args, module="common.evaluate")
+
+    check(evaluate(), ["give a run folder", "--help"], tmp_path)
+    check(evaluate(tmp_path / "nowhere"), ["nowhere", "runs/"], tmp_path)
+    check(evaluate(tmp_path), [str(tmp_path), "not a run folder", "runs/"], tmp_path)
+    check(evaluate(tmp_path, "--episode", "3"), ["'--episode'", "--episodes"], tmp_path)
+    check(evaluate(tmp_path, "--checkpoint", "first"), ["'first'", "latest or best"], tmp_path)
+    folder, _ = finished_run()
+    check(evaluate(folder, "--checkpoint", "123"), ["step 123", "4000"], tmp_path)
+
+
+CONFIGS: dict[str, tuple[str, list[str]]] = {
+    "not JSON": ("{", ["config.json", "give a JSON file"]),
+    "not an object": ("[1]", ["list", "give a JSON file"]),
+    "unknown key": ('{"gama": 1}', ["'gama'", "did you mean 'gamma'"]),
+    "text for a number": ('{"gamma": "high"}', ["'gamma'", "'high'", "a number"]),
+    "number for a text": ('{"env_id": 5}', ["'env_id'", "5", "a text"]),
+    "float for int": ('{"num_envs": 2.5}', ["'num_envs'", "2.5", "a whole number"]),
+    "int for bool": ('{"track": 1}', ["'track'", "1", "true or false"]),
+    "bool for int": ('{"seed": true}', ["'seed'", "True", "a whole number"]),
+    "null": ('{"seed": null}', ["'seed'", "None", "a whole number"]),
+    "choice": ('{"env_backend": "gym"}', ["'gym'", "auto, envpool, gymnasium, jax"]),
+    "text for a list": ('{"env_kwargs": "a=1"}', ["'env_kwargs'", "'a=1'", "a list"]),
+    "NaN": ('{"gamma": NaN}', ["--gamma", "nan"]),
+    "range": ('{"tau": 2}', ["--tau must lie between 0 and 1, got 2"]),
+    "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, atari"]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bad_config_file(capsys, tmp_path, name):
+    text, words = CONFIGS[name]
+    (tmp_path / "config.json").write_text(text)
+    runs = tmp_path / "runs"
+    ran = run_here(capsys, "--config", tmp_path / "config.json", "--runs-dir", runs)
+    check(ran, words, runs)
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    """A finished run to spoil."""
+    return Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_resume_of_a_foreign_folder(capsys, tmp_path):
+    ran = run_here(capsys, "--resume", tmp_path)
+    check(ran, [str(tmp_path), "give a run folder"], tmp_path / "runs")
+    (tmp_path / "config.json").write_text("{")
+    ran = run_here(capsys, "--resume", tmp_path)
+    check(ran, [str(tmp_path), "give a run folder"], tmp_path / "runs")
+    (tmp_path / "config.json").write_text('{"name": "another project"}')
+    ran = run_here(capsys, "--resume", tmp_path)
+    check(ran, [str(tmp_path), "dqn"], tmp_path / "runs")
+
+
+def test_resume_without_checkpoints(capsys, run_folder, tmp_path):
+    shutil.rmtree(run_folder / "checkpoints")
+    check(run_here(capsys, "--resume", run_folder), ["no checkpoint"], tmp_path / "runs")
+
+
+def test_resume_by_another_algorithm(capsys, run_folder, tmp_path):
+    edit_config(run_folder, algo="ppo", gae_lambda=0.95)
+    ran = run_here(capsys, "--resume", run_folder)
+    check(ran, ["trained by ppo, not by dqn"], tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "before"), [("num-envs", "4", "8"), ("env-id", "Acrobot-v1", "CartPole-v1")]
+)
+def test_resume_with_other_flags(capsys, run_folder, tmp_path, flag, value, before):
+    ran = run_here(capsys, "--resume", run_folder, f"--{flag}", value)
+    words = [f"--{flag} {value} differs from {before}", "--total-timesteps"]
+    check(ran, words, tmp_path / "runs")
+
+
+def test_resume_of_another_shape(capsys, run_folder, tmp_path):
+    edit_config(run_folder, num_envs=4)
+    ran = run_here(capsys, "--resume", run_folder)
+    check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
+    assert ran.out.count("warning") == 2  # one line for each checkpoint that was tried
+
+
+def test_resume_from_damaged_checkpoints(capsys, run_folder, tmp_path):
+    before = sorted(run_folder.rglob("*"))
+    for file in (run_folder / "checkpoints").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:10])
+    ran = run_here(capsys, "--resume", run_folder)
+    check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
+    assert sorted(run_folder.rglob("*")) == before
+
+
+def test_load_refuses_a_damaged_copy_of_the_algorithm(capsys, run_folder, tmp_path):
+    (run_folder / "dqn.py").write_text("def (")
+    ran = run_here(capsys, run_folder, module="common.evaluate")
+    check(ran, ["not a run folder"], tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--env-id Acrobt-v1", ["'Acrobt-v1'", "Acrobot-v1"]),
+        ("--env-id Pendulum-v1", ["Discrete", "Box(-2.0, 2.0"]),
+        ("--env-module broken_envs", ["'broken_envs'", "PYTHONPATH", "half a wheel"]),
+        ("--device gpu", ["--device gpu", "--device cpu", "quartet-rl[gpu]"]),
+        ("--track", ["wandb login", "--wandb-mode offline"]),
+    ],
+)
+def test_as_a_real_process(tmp_path, flags, words):
+    if flags == "--device gpu" and Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has a GPU")
+    (tmp_path / "broken_envs.py").write_text("raise RuntimeError('half a\\nwheel')")
+    home = {"HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    ran = run_alone(*shlex.split(flags), "--runs-dir", tmp_path / "runs", **home)
+    check(ran, words, tmp_path / "runs")
+
+
+def test_debug_shows_the_traceback(capsys, tmp_path):
+    ran = run_here(capsys, "--debug", "--env-id", "Pendulum-v1", "--runs-dir", tmp_path / "runs")
+    assert ran.code == 2
+    assert ran.err.startswith("Traceback") and "require_action_space" in ran.err
+    assert ran.err.splitlines()[-1].startswith("error: dqn needs a Discrete action space")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--learning-rate", "1e30"],
+        ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--env-kwargs"]
+        + ["fault=huge_reward", "at=1"],
+    ],
+)
+def test_debug_names_the_first_quantity_that_is_not_finite(capsys, tmp_path, flags):
+    ran = run_here(capsys, *SHORT, "--debug", "--runs-dir", tmp_path / "runs", *flags)
+    line = ran.err.splitlines()[-1]
+    assert ran.code == 2
+    assert line.startswith("error: losses/td_loss is not finite at step 10"), line
+    assert "lower --learning-rate" in line

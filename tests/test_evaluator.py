@@ -1,0 +1,205 @@
+"""Evaluation: which episodes count, with which rewards, and what it leaves alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import envpool
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_envs import GO_ON, TERMINATE, LengthEnv, env_config
+
+import common.evaluator
+from common.envs import make_env
+from common.errors import UserError
+from common.evaluator import Evaluator, evaluator
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def first_action(learner: Any, obs: Any, key: Any) -> Any:
+    return jnp.zeros(len(obs), jnp.int32)
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> Evaluator:
+    """Up to three environments; the i-th has episodes of i steps, the j-th returns 100 j + i."""
+    monkeypatch.setattr(common.evaluator, "MAX_ENVS", 3)
+    monkeypatch.setattr(LengthEnv, "made", 0)
+    return Evaluator(env_config("ToyLength-v0"), first_action)
+
+
+def results(log_data: dict) -> list[float]:
+    return [log_data["logs"][f"charts/evaluation_{name}"] for name in ("return", "std", "length")]
+
+
+@pytest.mark.parametrize(
+    ("num_episodes", "returns", "lengths_played"),
+    [
+        (1, [101], [1]),
+        (2, [101, 102], [1, 2]),
+        (3, [101, 102, 103], [1, 2, 3]),
+        (4, [101, 102, 103, 201], [1, 2, 3, 1]),
+        (5, [101, 102, 103, 201, 202], [1, 2, 3, 1, 2]),
+        (6, [101, 102, 103, 201, 202, 203], [1, 2, 3, 1, 2, 3]),
+    ],
+)
+def test_every_environment_plays_as_many_episodes(
+    num_episodes: int, returns: list, lengths_played: list, lengths: Evaluator
+) -> None:
+    log_data = lengths({}, 70, num_episodes)
+    assert (log_data["log_type"], log_data["sample_step"]) == ("evaluate", 70)
+    expected = [np.mean(returns), np.std(returns), np.mean(lengths_played)]
+    assert results(log_data) == pytest.approx(expected, rel=1e-6)
+
+
+def test_environments_are_kept_while_their_number_stays(lengths: Evaluator) -> None:
+    lengths({}, 0, 3)
+    lengths({}, 10, 5)
+    assert LengthEnv.made == 3
+    LengthEnv.made = 0
+    assert results(lengths({}, 20, 2))[0] == pytest.approx(101.5)
+    assert LengthEnv.made == 2
+    LengthEnv.made = 0
+    assert results(lengths({}, 30, 3))[0] == pytest.approx(102)
+    lengths.close()
+    lengths.close()
+    LengthEnv.made = 0
+    assert results(lengths({}, 40, 3))[0] == pytest.approx(102)
+
+
+def test_a_new_pool_of_the_same_size_gets_a_new_program() -> None:
+    traced = []
+
+    def predict(learner: Any, obs: Any, key: Any) -> Any:
+        traced.append(obs.shape)
+        return first_action(learner, obs, key)
+
+    play = Evaluator(env_config("Catch-v0"), predict)
+    before = results(play({}, 0, 4))
+    assert before[2] == 9
+    assert results(play({}, 0, 4))[2] == 9 and len(traced) == 1
+    play.close()
+    assert results(play({}, 0, 4)) == before and len(traced) == 2
+
+
+def test_the_learner_decides_and_is_left_alone() -> None:
+    def predict(learner: Any, obs: Any, key: Any) -> Any:
+        return jnp.where(obs[:, 0] + 1 >= learner["length"], TERMINATE, GO_ON)
+
+    play = Evaluator(env_config("ToyCount-v0"), predict)
+    learner = {"length": jnp.float32(2)}
+    # 10 + 21, then 10 + 20 + 31
+    assert results(play(learner, 0, 4)) == [31, 0, 2]
+    assert results(play(learner, 0, 4)) == [31, 0, 2]
+    assert results(play({"length": jnp.float32(3)}, 0, 4)) == [61, 0, 3]
+    assert float(learner["length"]) == 2
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "gymnax/CartPole-v1"])
+def test_evaluation_does_not_change_training(env_id: str) -> None:
+    def train(evaluate: bool) -> np.ndarray:
+        config = env_config(env_id)
+        env, play = make_env(config), Evaluator(config, first_action)
+        step, state, seen = jax.jit(env.step), env.reset(jax.random.key(0)), []
+        for t in range(30):
+            if evaluate and t % 10 == 0:
+                play({}, t, 3)
+            state, time_step = step(state, jnp.int32([t % 2, 1]))
+            seen.append(np.asarray(time_step.obs))
+        return np.stack(seen)
+
+    np.testing.assert_array_equal(train(evaluate=True), train(evaluate=False))
+
+
+def test_keys_follow_from_seed_and_step_alone() -> None:
+    def random_action(learner: Any, obs: Any, key: Any) -> Any:
+        return jax.random.randint(key, (len(obs),), 0, 2)
+
+    play = Evaluator(env_config("gymnax/CartPole-v1", seed=1), random_action)
+    again = Evaluator(env_config("gymnax/CartPole-v1", seed=1), random_action)
+    other = Evaluator(env_config("gymnax/CartPole-v1", seed=2), random_action)
+    first = results(play({}, 100, 8))
+    assert results(play({}, 200, 8)) != first
+    assert results(play({}, 100, 8)) == first == results(again({}, 100, 8))
+    assert results(other({}, 100, 8)) != first
+
+
+def test_evaluation_plays_full_atari_games_for_raw_rewards() -> None:
+    def predict(learner: Any, obs: Any, key: Any) -> Any:
+        return obs.reshape(len(obs), -1).astype(jnp.int32).sum(axis=-1) % 6
+
+    config = env_config("Qbert-v5", env_kwargs=("max_episode_steps=500",))
+    play = Evaluator(config, predict)
+    log_data = play({}, 0, 2)
+    assert play._env is not None
+    seeds = play._env.backend.pool.config["env_seed"]
+    pool = envpool.make(
+        "Qbert-v5", env_type="gymnasium", num_envs=2, seed=list(seeds), max_episode_steps=500
+    )
+    obs, returns, running = pool.reset()[0], np.zeros(2), np.ones(2, bool)
+    most_lives = 0
+    while running.any():
+        action = obs.reshape(2, -1).astype(np.int32).sum(axis=-1) % 6
+        obs, reward, terminated, truncated, info = pool.step(action.astype(np.int32))
+        returns += running * reward
+        most_lives = max(most_lives, int(info["lives"].max()))
+        running &= ~(terminated | truncated)
+    assert results(log_data)[0] == returns.mean() and returns.mean() >= 25
+    assert most_lives > int(info["lives"].min()), "lives were lost on the way"
+
+
+def test_an_episode_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 50)
+    with pytest.raises(UserError) as caught:
+        Evaluator(env_config("ToyCount-v0"), first_action)({}, 0, 4)
+    assert str(caught.value) == (
+        "4 evaluation episodes of ToyCount-v0 did not end within 50 steps; "
+        "give the environment a time limit"
+    )
+
+
+def test_episodes_may_be_as_long_as_the_limit(monkeypatch: Any, lengths: Evaluator) -> None:
+    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 3)
+    assert results(lengths({}, 0, 6))[2] == 2
+    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 2)
+    with pytest.raises(UserError, match="did not end within 2 steps"):
+        Evaluator(env_config("ToyLength-v0"), first_action)({}, 0, 6)
+
+
+def test_a_faulty_environment_is_reported() -> None:
+    config = env_config("ToyFaulty-v0", env_kwargs=("fault=raise", "at=3"))
+    with pytest.raises(UserError, match="the motor broke"):
+        Evaluator(config, first_action)({}, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("first_step", "frequency", "expected"),
+    [
+        (0, 250, [100, 200, "e300", 300, 400, "e500", 500, 600]),
+        (0, 100, ["e100", 100, "e200", 200, "e300", 300, "e400", 400, "e500", 500, "e600", 600]),
+        (0, 10, ["e100", 100, "e200", 200, "e300", 300, "e400", 400, "e500", 500, "e600", 600]),
+        (0, 0, [100, 200, 300, 400, 500, 600]),
+        (0, 1000, [100, 200, 300, 400, 500, 600]),
+        (300, 250, [400, "e500", 500, 600]),
+    ],
+)
+def test_evaluator_decorator(first_step: int, frequency: int, expected: list) -> None:
+    def call(trainer: Any) -> Any:
+        for step in range(first_step + 100, 601, 100):
+            trainer.state.step = step
+            yield {"log_type": "collect", "sample_step": step, "logs": {}}
+            yield {"log_type": "train", "sample_step": step, "logs": {}}
+
+    def run_evaluate(num_episodes: int) -> dict:
+        assert num_episodes == 7
+        return {"log_type": "evaluate", "sample_step": trainer.state.step, "logs": {}}
+
+    trainer = SimpleNamespace(state=SimpleNamespace(step=first_step), _run_evaluate=run_evaluate)
+    seen = [
+        f"e{log['sample_step']}" if log["log_type"] == "evaluate" else log["sample_step"]
+        for log in evaluator(frequency, 7)(call)(trainer)
+        if log["log_type"] != "train"
+    ]
+    assert seen == expected

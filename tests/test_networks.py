@@ -1,0 +1,234 @@
+"""Encoders and layers against hand-written numpy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gymnasium import spaces
+
+from common.networks import MLP, Conv, Encoder, NatureCNN, is_image
+
+
+def image_space(*shape: int, high: int = 255) -> spaces.Box:
+    return spaces.Box(0, high, shape, np.uint8)
+
+
+def forward(module: nnx.Module, x: Any) -> Any:
+    graph, params = nnx.split(module)
+    return jax.jit(lambda params, x: nnx.merge(graph, params)(x))(params, x)
+
+
+def encode(space: spaces.Space, obs: Any) -> np.ndarray:
+    encoder = Encoder(space, nnx.Rngs(0))
+    features = encoder(jax.tree.map(jnp.asarray, obs))
+    batch = len(jax.tree.leaves(obs)[0])
+    assert features.shape == (batch, encoder.num_features) and features.dtype == jnp.float32
+    assert not encoder.has_cnn
+    return np.asarray(features)
+
+
+FLAT = {
+    "vector": (spaces.Box(-9, 9, (2,)), np.float32([[1, -2], [3, 4]]), [[1, -2], [3, 4]]),
+    "scalar": (spaces.Box(-9, 9, ()), np.float32([5, -6]), [[5], [-6]]),
+    "matrix": (spaces.Box(-9, 9, (2, 2)), np.float32([[[1, 2], [3, 4]]]), [[1, 2, 3, 4]]),
+    "integers": (spaces.Box(-9, 9, (2,), np.int32), np.int32([[1, -2]]), [[1, -2]]),
+    "bytes": (image_space(3), np.uint8([[0, 51, 255]]), [[0, 0.2, 1]]),
+    "bytes that are 0 or 1": (image_space(3, high=1), np.uint8([[0, 1, 1]]), [[0, 1, 1]]),
+    "small image": (image_space(1, 2, 2), np.uint8([[[[0, 255], [51, 0]]]]), [[0, 1, 0.2, 0]]),
+    "discrete": (spaces.Discrete(3), np.int32([2, 0]), [[0, 0, 1], [1, 0, 0]]),
+    "discrete from 5": (spaces.Discrete(3, start=5), np.int32([6, 7]), [[0, 1, 0], [0, 0, 1]]),
+    "multi-discrete": (
+        spaces.MultiDiscrete([2, 3]),
+        np.int32([[1, 0], [0, 2]]),
+        [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]],
+    ),
+    "multi-discrete from [3, -1]": (
+        spaces.MultiDiscrete([2, 3], start=[3, -1]),
+        np.int32([[4, -1], [3, 1]]),
+        [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]],
+    ),
+    "multi-discrete matrix": (
+        spaces.MultiDiscrete([[2], [3]]),
+        np.int32([[[1], [2]]]),
+        [[0, 1, 0, 0, 1]],
+    ),
+    "dict": (
+        spaces.Dict(b=spaces.Discrete(2), a=spaces.Box(-9, 9, (2,))),
+        {"b": np.int32([1]), "a": np.float32([[7, 8]])},
+        {"a": [[7, 8]], "b": [[0, 1]]},
+    ),
+    "tuple": (
+        spaces.Tuple((spaces.Discrete(2), image_space(1))),
+        (np.int32([0, 1]), np.uint8([[255], [0]])),
+        [[1, 0, 1], [0, 1, 0]],
+    ),
+    "nested": (
+        spaces.Dict(x=spaces.Tuple((spaces.Discrete(2, start=4), spaces.Dict(y=image_space(1))))),
+        {"x": (np.int32([5]), {"y": np.uint8([[51]])})},
+        [[0, 1, 0.2]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_features_of_each_space(name: str) -> None:
+    space, obs, expected = FLAT[name]
+    if isinstance(expected, dict):  # in the order of the space
+        expected = np.concatenate([expected[key] for key in space.spaces], axis=1)
+    np.testing.assert_allclose(encode(space, obs), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("space", "image"),
+    [
+        (image_space(4, 84, 84), True),
+        (image_space(84, 84, 4), True),
+        (image_space(36, 36, 3), True),
+        (image_space(35, 36, 3), False),
+        (image_space(1, 36, 35), False),
+        (image_space(40, 2, 40), False),
+        (image_space(7, 7, 3), False),
+        (image_space(84, 84), False),
+        (image_space(100), False),
+        (spaces.Box(0, 1, (84, 84, 3), np.float32), False),
+        (spaces.Discrete(3), False),
+    ],
+)
+def test_is_image(space: spaces.Space, image: bool) -> None:
+    assert is_image(space) == image
+    encoder = nnx.eval_shape(lambda: Encoder(space, nnx.Rngs(0)))
+    assert encoder.has_cnn == image
+    assert encoder.num_features == (512 if image else spaces.flatdim(space))
+
+
+@pytest.fixture
+def plain_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions as on a GPU, which compile faster."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_an_image_beside_a_vector(plain_convolutions: None) -> None:
+    space = spaces.Dict(image=image_space(36, 36, 3), speed=spaces.Box(-9, 9, (2,)))
+    encoder = Encoder(space, nnx.Rngs(0))
+    assert encoder.has_cnn and encoder.num_features == 514
+    image = np.random.default_rng(0).integers(0, 256, (2, 36, 36, 3), np.uint8)
+    obs = {"image": jnp.asarray(image), "speed": jnp.float32([[1, 2], [3, 4]])}
+    features = forward(encoder, obs)
+    cnn = next(cnn for cnn in encoder.cnns if cnn)
+    np.testing.assert_allclose(features[:, :512], forward(cnn, obs["image"]), rtol=1e-5)
+    np.testing.assert_array_equal(features[:, 512:], [[1, 2], [3, 4]])
+
+
+def test_mlp() -> None:
+    mlp = MLP((2, 3, 1), nnx.Rngs(0))
+    mlp.layers[0].kernel[...] = jnp.float32([[1, 0, -1], [0, 2, 1]])
+    mlp.layers[0].bias[...] = jnp.float32([0, -3, 0])
+    mlp.layers[1].kernel[...] = jnp.float32([[1], [10], [100]])
+    mlp.layers[1].bias[...] = jnp.float32([-5])
+    # hidden: [2, -1, -1] -> [2, 0, 0], and [1, 5, 3] -> [1, 5, 3]
+    np.testing.assert_allclose(mlp(jnp.float32([[2, 1], [1, 4]])), [[0], [1 + 50 + 300 - 5]])
+    assert mlp.num_features == 1
+    assert MLP((7,), nnx.Rngs(0)).num_features == 7
+
+
+def test_mlp_without_layers_passes_its_input() -> None:
+    np.testing.assert_array_equal(MLP((2,), nnx.Rngs(0))(jnp.float32([[-1, 2]])), [[-1, 2]])
+
+
+CONVOLUTIONS = [
+    (3, 5, 8, 4, 36),
+    (5, 4, 4, 2, 9),
+    (4, 6, 3, 1, 7),
+    (2, 3, 1, 1, 4),
+    (1, 2, 3, 2, 8),
+]
+
+
+def value_and_grads(conv: Conv, x: Any, weight: Any) -> tuple:
+    graph, params = nnx.split(conv)
+
+    def loss(params: Any, x: Any) -> Any:
+        out = nnx.merge(graph, params)(x)
+        return (out * weight).sum(), out
+
+    step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, out), grads = jax.jit(step)(params, x)
+    return out, *jax.tree.leaves(grads)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "kernel", "stride", "side"), CONVOLUTIONS)
+def test_patches_equal_the_convolution(
+    inputs: int, outputs: int, kernel: int, stride: int, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conv = Conv(inputs, outputs, kernel, stride, nnx.Rngs(0))
+    conv.conv.bias[...] = jnp.arange(float(outputs))
+    rng = np.random.default_rng(0)
+    x = jnp.float32(rng.normal(size=(2, side, side + 3, inputs)))
+    reference = nnx.Conv(
+        inputs, outputs, (kernel, kernel), stride, padding="VALID", rngs=nnx.Rngs(1)
+    )
+    nnx.update(reference, nnx.state(conv.conv))
+    expected = forward(reference, x)
+    weight = jnp.float32(rng.normal(size=expected.shape))
+    results = {}
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        results[backend] = value_and_grads(conv, x, weight)
+    for patches, plain in zip(results["cpu"], results["gpu"], strict=True):
+        np.testing.assert_allclose(patches, plain, rtol=1e-5, atol=1e-5)
+    assert len(results["cpu"]) == 4, "output, and gradients of kernel, bias and input"
+    np.testing.assert_allclose(results["cpu"][0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "convolutions"), [("cpu", 0), ("gpu", 3)])
+def test_only_a_cpu_uses_patches(backend: str, convolutions: int, monkeypatch: Any) -> None:
+    cnn = NatureCNN((36, 36, 3), nnx.Rngs(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    program = str(jax.make_jaxpr(cnn)(jnp.zeros((1, 36, 36, 3), jnp.uint8)))
+    assert program.count("conv_general_dilated[") == convolutions
+
+
+def naive_convolution(x: np.ndarray, kernel: np.ndarray, bias: np.ndarray, stride: int) -> Any:
+    k = kernel.shape[0]
+    rows, columns = ((n - k) // stride + 1 for n in x.shape[1:3])
+    out = np.zeros((len(x), rows, columns, kernel.shape[-1]))
+    for i in range(rows):
+        for j in range(columns):
+            patch = x[:, i * stride : i * stride + k, j * stride : j * stride + k]
+            out[:, i, j] = np.tensordot(patch, kernel, axes=3) + bias
+    return out
+
+
+def test_nature_cnn_by_hand() -> None:
+    cnn = NatureCNN((44, 36, 3), nnx.Rngs(0))
+    images = np.random.default_rng(0).integers(0, 256, (2, 44, 36, 3), np.uint8)
+    x = images / 255
+    for layer, stride in zip(cnn.layers, (4, 2, 1), strict=True):
+        kernel, bias = np.asarray(layer.conv.kernel[...]), np.asarray(layer.conv.bias[...])
+        x = np.maximum(naive_convolution(np.float64(x), kernel, bias, stride), 0)
+    assert x.shape == (2, 2, 1, 64)
+    dense = cnn.dense
+    expected = x.reshape(2, -1) @ np.asarray(dense.kernel[...]) + np.asarray(dense.bias[...])
+    np.testing.assert_allclose(forward(cnn, images), np.maximum(expected, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_channels_first_and_last_give_the_same_features(plain_convolutions: None) -> None:
+    first, last = NatureCNN((4, 50, 40), nnx.Rngs(0)), NatureCNN((50, 40, 4), nnx.Rngs(1))
+    nnx.update(last, nnx.state(first))
+    images = np.random.default_rng(0).integers(0, 256, (2, 4, 50, 40), np.uint8)
+    features = forward(first, images)
+    transposed = forward(last, np.moveaxis(images, 1, -1))
+    np.testing.assert_allclose(features, transposed, rtol=1e-5, atol=1e-6)
+    assert np.abs(features[0] - features[1]).max() > 1e-3
+
+
+def test_atari_shape() -> None:
+    cnn = nnx.eval_shape(lambda: NatureCNN((4, 84, 84), nnx.Rngs(0)))
+    shapes = [layer.conv.kernel.shape for layer in cnn.layers]
+    assert shapes == [(8, 8, 4, 32), (4, 4, 32, 64), (3, 3, 64, 64)]
+    assert cnn.dense.kernel.shape == (3136, 512)
+    features = nnx.eval_shape(lambda cnn, x: cnn(x), cnn, jnp.zeros((2, 4, 84, 84), jnp.uint8))
+    assert features.shape == (2, 512)
