@@ -685,16 +685,16 @@ def test_reset_and_step_batch_over_seeds() -> None:
         step = lambda state, action: (lambda s, t: (s, t.obs))(*env.step(state, action))  # noqa: E731
         return jax.lax.scan(step, env.reset(key), actions)[1]  # [T, N, *obs]
 
-    batched = jax.jit(jax.vmap(run))(keys)  # [K, T, N, *obs]
+    batched, single = jax.jit(jax.vmap(run))(keys), jax.jit(run)  # [K, T, N, *obs]
     for key, obs in zip(keys, batched, strict=True):
-        np.testing.assert_allclose(obs, jax.jit(run)(key), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(obs, single(key), rtol=1e-5, atol=1e-6)
     assert len({tuple(row) for row in np.asarray(batched[:, 0]).reshape(6, 4)}) == 6
 
 
 def test_a_batch_of_states_steps_once() -> None:
     env = make_env(env_config("gymnax/MountainCar-v0"))
-    states = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 3))
-    states, rows = jax.vmap(env.step)(states, jnp.full((3, 2), 2))
+    states = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 3))
+    states, rows = jax.jit(jax.vmap(env.step))(states, jnp.full((3, 2), 2))
     assert rows.obs.shape == (3, 2, 2) and states.fault.tolist() == [0, 0, 0]
     assert rows.reward.tolist() == [[-1, -1]] * 3
 

@@ -1,12 +1,16 @@
 """Every bad input ends with exit code 2 and one line on standard error, and leaves no folder."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from run_helpers import SHORT, finished_run, run_alone, run_here
+
+from algos.dqn import Config, Trainer
+from common.errors import UserError
 
 # name: (flags, what the line must hold)
 BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
@@ -182,9 +186,9 @@ def test_environment_that_fails_before_the_first_log_point(capsys, tmp_path, fau
 
 
 @pytest.mark.xfail(reason="replay takes any first axis of that size for stacked frames")
-def test_a_vector_is_no_stack_of_frames(capsys, tmp_path):
-    ran = run_here(capsys, *SHORT, "--frame-stack", "4", "--runs-dir", tmp_path / "runs")
-    check(ran, ["--frame-stack 4", "(4,)"], tmp_path / "runs")
+def test_a_vector_is_no_stack_of_frames():
+    with pytest.raises(UserError, match="--frame-stack 4"):
+        Trainer(Config(frame_stack=4))  # CartPole-v1 observes 4 numbers
 
 
 def test_runs_dir_that_is_a_file(capsys, tmp_path):
@@ -289,18 +293,19 @@ def test_resume_with_other_flags(capsys, run_folder, tmp_path, flag, value, befo
     check(ran, words, tmp_path / "runs")
 
 
-def test_resume_of_another_shape(capsys, run_folder, tmp_path):
+# In processes of their own: reads that orbax gave up on end with the process, not with the test.
+def test_resume_of_another_shape(run_folder, tmp_path):
     edit_config(run_folder, num_envs=4)
-    ran = run_here(capsys, "--resume", run_folder)
+    ran = run_alone("--resume", run_folder)
     check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
-    assert ran.out.count("warning") == 2  # one line for each checkpoint that was tried
+    assert ran.out.count("warning") == 3  # one line for each checkpoint that was tried
 
 
-def test_resume_from_damaged_checkpoints(capsys, run_folder, tmp_path):
-    before = sorted(run_folder.rglob("*"))
+def test_resume_from_damaged_checkpoints(run_folder, tmp_path):
     for file in (run_folder / "checkpoints").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:10])
-    ran = run_here(capsys, "--resume", run_folder)
+    before = sorted(run_folder.rglob("*"))
+    ran = run_alone("--resume", run_folder)
     check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
     assert sorted(run_folder.rglob("*")) == before
 
@@ -340,14 +345,14 @@ def test_debug_shows_the_traceback(capsys, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--learning-rate", "1e30"],
-        ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--env-kwargs"]
-        + ["fault=huge_reward", "at=1"],
+        "--learning-rate 1e30",
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=huge_reward at=1",
     ],
 )
 def test_debug_names_the_first_quantity_that_is_not_finite(capsys, tmp_path, flags):
-    ran = run_here(capsys, *SHORT, "--debug", "--runs-dir", tmp_path / "runs", *flags)
+    runs = tmp_path / "runs"
+    ran = run_here(capsys, *SHORT, "--debug", "--runs-dir", runs, *flags.split())
     line = ran.err.splitlines()[-1]
     assert ran.code == 2
-    assert line.startswith("error: losses/td_loss is not finite at step 10"), line
-    assert "lower --learning-rate" in line
+    named = r"error: (losses/td_loss|params\S+|opt_state\S+) is not finite at step 10\d\d: lower "
+    assert re.match(named + "--learning-rate", line), line

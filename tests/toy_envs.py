@@ -206,7 +206,8 @@ def play(env: Env, actions: Any, key: int = 0) -> tuple[Any, dict[str, np.ndarra
         finished = {name: getattr(state, name) for name in names}
         return state, {**time_step._asdict(), "valid": valid, **finished}
 
-    first = env.reset(jax.random.key(key))
+    reset = jax.jit(env.reset) if env.restorable else env.reset
+    first = reset(jax.random.key(key))
     first_obs = jax.tree.map(jnp.copy, first.obs)
     state, rows = jax.jit(lambda s, a: jax.lax.scan(step, s, a), donate_argnums=0)(first, actions)
     rows["first_obs"] = first_obs

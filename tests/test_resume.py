@@ -1,0 +1,521 @@
+"""Checkpoints: which are kept, how a run goes on after a signal, a kill, a fault or a full disk."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from run_helpers import (
+    CACHE_OPTIONS,
+    DQN,
+    SHORT,
+    environment,
+    finished_run,
+    run_alone,
+    run_here,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from algos.dqn import Config, Trainer
+from common import load
+from common.checkpoint import Checkpoints, checkpointer, resume
+from common.errors import UserError
+from common.logger import read_metrics
+
+# Imports first, then waits for its flags: the next life warms up while the last one is killed.
+LIFE = """
+import json, sys
+import gymnax, orbax.checkpoint
+from algos import dqn
+sys.argv = ["dqn.py", *json.loads(sys.stdin.readline())]
+dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
+"""
+TOTAL = 40_000
+LIFE_FLAGS = [
+    *("--env-id", "gymnax/CartPole-v1", "--total-timesteps", str(TOTAL)),
+    *("--learning-starts", "1000", "--log-frequency", "400", "--checkpoint-frequency", "400"),
+    *("--eval-frequency", "0", "--eval-episodes", "2"),
+]
+
+
+class Life:
+    """One process of a run that is killed again and again."""
+
+    def __init__(self, cache: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LIFE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(JAX_COMPILATION_CACHE_DIR=str(cache), **CACHE_OPTIONS),
+        )
+
+    def start(self, *flags: Any) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps([str(flag) for flag in flags]) + "\n")
+        self.process.stdin.flush()
+
+    def end(self, number: int | None = None) -> tuple[int, str, str]:
+        """Send a signal, if one is given, and wait."""
+        if number is not None:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+    """Poll quickly, so that short moments such as a save are not missed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.0005)
+
+
+def rows_of(folder: Path) -> list[tuple[int, str, float]]:
+    """metrics.csv without what the clock decides."""
+    rows = read_metrics(folder / "metrics.csv")
+    return [(step, name, value) for step, _, name, value in rows if name != "charts/SPS"]
+
+
+def last_step(folder: Path) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return read_metrics(folder / "metrics.csv")[-1][0]
+    return 0
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    checkpoints = folder / "checkpoints"
+    return Checkpoints(checkpoints).steps() if checkpoints.is_dir() else []
+
+
+def the_run(runs: Path) -> Path | None:
+    folders = list(runs.iterdir()) if runs.is_dir() else []
+    assert len(folders) <= 1
+    return folders[0] if folders else None
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Equal to the bit, keys included."""
+    flat, structure = jax.tree.flatten(first)
+    other, other_structure = jax.tree.flatten(second)
+    assert structure == other_structure
+    for x, y in zip(flat, other, strict=True):
+        np.testing.assert_array_equal(raw(x), raw(y))
+
+
+def raw(x: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def tensorboard_steps(folder: Path, tag: str) -> list[int]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.step for event in events.Scalars(tag)]
+
+
+def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path):
+    cache, rng = tmp_path / "cache", random.Random(3)
+    reference = Life(cache)
+    reference.start(*LIFE_FLAGS, "--runs-dir", tmp_path / "reference")
+    life, runs = Life(cache), tmp_path / "runs"
+    assert reference.end()[0] == 0
+    flags, killed_in_a_save = [*LIFE_FLAGS, "--runs-dir", runs], 0
+    for number in [signal.SIGKILL] * 4 + [signal.SIGTERM] + [signal.SIGKILL] * 6:
+        life.start(*flags)
+        following = Life(cache)
+        killed_in_a_save += kill_somewhere(life, number, runs, rng)
+        folder = the_run(runs)
+        if folder and checkpoint_steps(folder):
+            flags = ["--resume", folder]
+        elif folder:
+            shutil.rmtree(folder)  # killed before its first checkpoint: anew
+        life = following
+    assert killed_in_a_save
+    life.start(*flags)
+    code, out, err = life.end()
+    assert code == 0, err
+    first, second = the_run(tmp_path / "reference"), the_run(runs)
+    assert first and second
+    assert rows_of(second) == rows_of(first)
+    steps = [step for step, name, _ in rows_of(second) if name == "charts/epsilon"]
+    assert steps == list(range(400, TOTAL + 1, 400))
+    assert tensorboard_steps(second, "charts/epsilon") == steps
+    assert_equal(load(second).trainer.state, load(first).trainer.state)
+
+
+def kill_somewhere(life: Life, number: int, runs: Path, rng: random.Random) -> bool:
+    """End a life at a random moment; say whether a save was under way."""
+    before = last_step(folder) if (folder := the_run(runs)) else 0
+
+    def progressed() -> bool:
+        return (folder := the_run(runs)) is not None and last_step(folder) > before
+
+    def saves() -> bool:
+        return any(runs.glob("*/checkpoints/*tmp*"))
+
+    kind = "progress" if number == signal.SIGTERM else rng.choice(["early", "progress", "save"])
+    if kind == "early":
+        time.sleep(rng.uniform(0, 1.5))
+    else:
+        wait_for(progressed, life.process)
+        wait_for(saves, life.process) if kind == "save" else time.sleep(rng.uniform(0, 0.15))
+    code, out, err = life.end(number)
+    assert code == (143 if number == signal.SIGTERM else -number), (out, err)
+    if number == signal.SIGTERM:
+        folder = the_run(runs)
+        assert folder and f"go on with --resume {folder}" in out and not err
+        assert checkpoint_steps(folder)[-1] == last_step(folder)
+    return saves()
+
+
+def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
+    runs, env = tmp_path / "runs", environment()
+    flags = ["--total-timesteps", "200000", "--learning-starts", "1000", "--log-frequency", "2000"]
+    flags += ["--eval-frequency", "0", "--eval-episodes", "2", "--runs-dir", str(runs)]
+    flags += ["--track", "--wandb-mode", "offline"]
+    stopped_at = 0
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(
+            [sys.executable, str(DQN), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        wait_for(lambda: (run := the_run(runs)) and last_step(run) > stopped_at + 4000, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        folder = the_run(runs)
+        assert folder and process.returncode == code, (out, err)
+        assert "Traceback" not in err
+        assert out.splitlines()[-1] == (
+            f"stopped by {signal.Signals(number).name}; go on with --resume {folder}"
+        )
+        if stopped_at:
+            assert f"resuming at step {stopped_at}: CartPole-v1 starts new episodes" in out
+        stopped_at = last_step(folder)
+        assert checkpoint_steps(folder) == [stopped_at]
+        flags = ["--resume", str(folder)]
+    shorter = (stopped_at // 2000 + 2) * 2000
+    ran = run_alone("--resume", folder, "--total-timesteps", shorter)
+    assert ran.code == 0, ran.err
+    steps = [step for step, name, _ in rows_of(folder) if name == "charts/epsilon"]
+    assert steps == list(range(2000, shorter + 1, 2000))
+    assert tensorboard_steps(folder, "charts/epsilon") == steps
+    wandb_id = (folder / "wandb_id").read_text()
+    offline = [path.name for path in (folder / "wandb").glob("offline-run-*")]
+    assert len(offline) == 3 and all(name.endswith(wandb_id) for name in offline)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_log_point_leaves_nothing(tmp_path, number):
+    process = subprocess.Popen(
+        [sys.executable, str(DQN), "--runs-dir", str(tmp_path / "runs")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout
+    assert process.stdout.readline().startswith("dqn on CartPole-v1")  # it compiles now
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert out == f"stopped by {signal.Signals(number).name}; nothing was learned yet\n"
+    assert not err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("algos.dqn.Trainer.__init__", interrupted)
+    ran = run_here(capsys, "--runs-dir", tmp_path / "runs")
+    assert (ran.code, ran.err) == (130, "stopped by SIGINT\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("fault", ["raise", "nan_reward"])
+def test_an_environment_that_fails_late_leaves_a_checkpoint(capsys, tmp_path, fault):
+    flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", tmp_path]
+    kwargs = ["--env-kwargs", f"fault={fault}", "at=300", f"once={tmp_path}/mended"]
+    ran = run_here(capsys, *SHORT, *flags, *kwargs)
+    (folder,) = tmp_path.glob("*__dqn__*")
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert ran.err.startswith("error: Failing-v0") and f"run folder: {folder}" in ran.err
+    assert last_step(folder) == 2000
+    (step,) = checkpoint_steps(folder)
+    assert 2000 < step <= 8 * 315
+    ran = run_here(capsys, "--resume", folder)
+    assert ran.code == 0, ran.err
+    assert f"resuming at step {step}: Failing-v0 starts new episodes" in ran.out
+    losses = [value for _, name, value in rows_of(folder) if name == "losses/td_loss"]
+    assert last_step(folder) == 4000 and np.isfinite(losses).all()
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(tmp_path):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    assert checkpoint_steps(folder)[-2:] == [3000, 4000]
+    for file in (folder / "checkpoints" / "4000").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:10])
+    flags = ["--total-timesteps", 5000, "--checkpoint-frequency", 0, "--keep-checkpoints", 1]
+    ran = run_alone("--resume", folder, *flags)
+    assert (ran.code, ran.err) == (0, "")
+    assert f"warning: checkpoint 4000 of {folder} cannot be read" in ran.out
+    assert "resuming at step 3000" in ran.out
+    assert {5000} <= set(checkpoint_steps(folder)) and 4000 not in checkpoint_steps(folder)
+    epsilon = {step: v for step, name, v in rows_of(folder) if name == "charts/epsilon"}
+    assert list(epsilon) == [1000, 2000, 3000, 4000, 5000]
+    assert epsilon[4000] == pytest.approx(0.05)
+    names = [(step, name) for step, name, _ in rows_of(folder)]
+    assert len(names) == len(set(names))
+    # The next --resume needs no flag to know the new end.
+    assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 5000
+    assert json.loads((folder / "result.json").read_text())["steps"] == 5000
+
+
+def test_replay_does_not_join_the_rows_before_and_after():
+    folder, said = finished_run()[0], []
+    trainer = Trainer(Config(**SHORT_CONFIG))
+    first_obs = np.asarray(trainer.state.env.obs)
+    resume(
+        trainer, Path(shutil.copytree(folder, folder.parent / "seam")) / "checkpoints", said.append
+    )
+    saved = load(folder).trainer.state
+    state = trainer.state
+    assert said == ["resuming at step 4000: CartPole-v1 starts new episodes"]
+    newest = int(saved.replay.position) - 1
+    assert saved.replay.storage.valid[newest].any()
+    assert not state.replay.storage.valid[newest].any()
+    assert_equal(state.learner, saved.learner)
+    assert_equal(state.key, saved.key)
+    assert not np.array_equal(first_obs, np.asarray(state.env.obs))  # other episodes than at first
+    trainer.env.close()
+
+
+SHORT_CONFIG: dict[str, Any] = dict(total_timesteps=4000, learning_starts=1000, log_frequency=1000)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "backend"),
+    [("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium"), ("gymnax/CartPole-v1", "jax")],
+)
+def test_a_seed_decides_everything(env_id, backend):
+    def train(seed: int) -> Any:
+        config = Config(env_id=env_id, env_backend=backend, seed=seed, **SHORT_CONFIG)
+        trainer = Trainer(config)
+        logs = [(d["sample_step"], d["log_type"]) for d in trainer()]
+        assert logs == [(s, t) for s in (1000, 2000, 3000, 4000) for t in ("collect", "train")]
+        return trainer.state
+
+    first, again, other = train(1), train(1), train(2)
+    assert_equal(again.learner, first.learner)
+    assert_equal(again.replay, first.replay)
+    assert_equal(again.key, first.key)
+    for x, y in (
+        (first.learner.params["head"]["kernel"], other.learner.params["head"]["kernel"]),
+        (first.replay.storage.obs, other.replay.storage.obs),
+        (first.replay.storage.action, other.replay.storage.action),
+    ):
+        assert not np.array_equal(x, y)
+
+
+class FakeState(NamedTuple):
+    """A TrainState in small."""
+
+    learner: Any
+    env: Any
+    step: jax.Array
+
+
+class FakeTrainer:
+    """Logs the given returns, one every 100 steps."""
+
+    def __init__(self, returns: list[float], restorable: bool = True) -> None:
+        self.returns = returns
+        self.env = type("FakeEnv", (), {"restorable": restorable})
+        self.state = FakeState({"w": jnp.zeros(3)}, {"obs": jnp.ones(2)}, jnp.int32(0))
+
+    def __call__(self):
+        for episode_return in self.returns:
+            step = self.state.step + 100
+            self.state = self.state._replace(learner={"w": jnp.full(3, episode_return)}, step=step)
+            step, logs = int(step), {"charts/episodic_return": episode_return}
+            yield {"log_type": "collect", "sample_step": step, "logs": logs}
+            yield {"log_type": "train", "sample_step": step, "logs": {}}
+
+
+def saved_by(folder: Path, trainer: FakeTrainer, frequency: int = 100, keep: int = 2) -> Any:
+    """The decorated generator of a fake trainer, and what it says."""
+    said: list[str] = []
+    decorate = checkpointer(lambda: folder, frequency, keep, "charts/episodic_return", said.append)
+    return decorate(FakeTrainer.__call__)(trainer), said
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    trainer = FakeTrainer([1, 9, 3, 4, 5, 2])
+    generator, _ = saved_by(tmp_path / "c", trainer)
+    list(generator)
+    checkpoints = Checkpoints(tmp_path / "c")
+    assert checkpoints.steps() == [200, 500, 600]
+    assert checkpoints.best_step() == 200
+    best = checkpoints.restore(200, trainer.state)
+    assert isinstance(best, FakeState) and best.learner["w"].tolist() == [9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"), [(0, [600]), (250, [300, 500, 600]), (10_000, [600]), (600, [600])]
+)
+def test_when_checkpoints_are_due(tmp_path, frequency, expected):
+    list(saved_by(tmp_path / "c", FakeTrainer([1, 2, 3, 4, 5, 6]), frequency, keep=9)[0])
+    assert Checkpoints(tmp_path / "c").steps() == expected
+
+
+def test_a_checkpoint_waits_for_the_end_of_its_log_point(tmp_path):
+    generator, _ = saved_by(tmp_path / "c", FakeTrainer([1, 2, 3]))
+    next(generator), next(generator)
+    assert not (tmp_path / "c").exists()  # a kill here loses no logged row
+    next(generator)
+    assert Checkpoints(tmp_path / "c").steps() == [100]
+    generator.close()
+
+
+def test_a_run_that_ends_early_is_saved(tmp_path):
+    generator, _ = saved_by(tmp_path / "c", FakeTrainer([1, 2, 3]), frequency=0)
+    next(generator)
+    generator.close()
+    assert Checkpoints(tmp_path / "c").steps() == [100]
+
+    with pytest.raises(ZeroDivisionError):
+        generator, _ = saved_by(tmp_path / "d", FakeTrainer([1, 2, 3]), frequency=0)
+        next(generator)
+        generator.throw(ZeroDivisionError)
+    assert Checkpoints(tmp_path / "d").steps() == [100]
+
+    generator, _ = saved_by(tmp_path / "e", FakeTrainer([1, 2, 3]))
+    generator.close()  # before its first log point
+    assert not (tmp_path / "e").exists()
+
+
+def test_environments_outside_jax_are_not_saved(tmp_path):
+    trainer = FakeTrainer([1], restorable=False)
+    list(saved_by(tmp_path / "c", trainer)[0])
+    restored = Checkpoints(tmp_path / "c").restore(100, trainer.state._replace(env=()))
+    assert restored.env == () and int(restored.step) == 100
+
+
+def test_reading_disturbs_no_save_under_way(tmp_path):
+    list(saved_by(tmp_path / "c", FakeTrainer([1, 2]))[0])
+    unfinished = tmp_path / "c" / "300.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    assert Checkpoints(tmp_path / "c").steps() == [100, 200]
+    assert unfinished.exists()
+    assert Checkpoints(tmp_path / "c", keep=2).steps() == [100, 200]
+    assert not unfinished.exists()  # the writer itself clears away what a kill left
+
+
+@pytest.fixture
+def full_disk(monkeypatch, tmp_path):
+    """No save succeeds in the folders of this list."""
+    full: list[Path] = []
+    save = Checkpoints.save
+
+    def save_or_fail(self, step, state, episode_return):
+        if any(self.folder.is_relative_to(folder) for folder in full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(self, step, state, episode_return)
+
+    monkeypatch.setattr(Checkpoints, "save", save_or_fail)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return full
+
+
+def test_a_failing_save_does_not_stop_training(tmp_path, full_disk):
+    trainer = FakeTrainer([1, 2, 3, 4, 5, 6])
+    generator, said = saved_by(tmp_path / "c", trainer)
+    for log_data in generator:
+        full_disk[:] = [tmp_path / "c"] if log_data["sample_step"] in (300, 400) else []
+    assert int(trainer.state.step) == 600
+    assert len(said) == 2 and "\n" not in "".join(said)
+    assert all("warning: checkpoint not written" in s and "No space left" in s for s in said)
+    assert Checkpoints(tmp_path / "c").steps()[-2:] == [500, 600]
+
+
+def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
+    trainer = FakeTrainer([1, 2, 3])
+    generator, said = saved_by(tmp_path / "run" / "c", trainer)
+    for log_data in generator:
+        full_disk[:] = [tmp_path / "run"] if log_data["sample_step"] >= 200 else []
+        if log_data["sample_step"] == 300:
+            break
+    with pytest.raises(UserError, match="the last checkpoint could not be written") as raised:
+        generator.close()
+    saved = re.search(r"saved as (\S+) instead", str(raised.value))
+    assert saved and str(tmp_path / "run" / "c") in str(raised.value)
+    assert Checkpoints(tmp_path / "run" / "c").steps() == [100]
+    shutil.move(saved[1], tmp_path / "run" / "c")
+    assert Checkpoints(tmp_path / "run" / "c").steps() == [100, 300]
+    restored = Checkpoints(tmp_path / "run" / "c").restore(300, trainer.state)
+    assert restored.learner["w"].tolist() == [3, 3, 3]
+
+
+def test_no_save_anywhere(tmp_path, full_disk):
+    full_disk[:] = [tmp_path]
+    generator, said = saved_by(tmp_path / "c", FakeTrainer([1, 2]))
+    with pytest.raises(UserError, match="nor in .*No space left.*free space"):
+        list(generator)
+    assert len(said) == 2 and not list((tmp_path / "temporary").iterdir())
+
+
+FULL_DISK = """
+mount -t tmpfs -o size=$SIZE none "$DISK"
+"$PYTHON" "$DQN" $FLAGS --runs-dir "$DISK/runs" > "$OUT/first.out" 2> "$OUT/first.err"
+echo $? > "$OUT/first.code"
+mount -o remount,size=100m "$DISK"
+"$PYTHON" "$DQN" --resume "$DISK"/runs/* --eval-episodes 2 > "$OUT/second.out" 2> "$OUT/second.err"
+echo $? > "$OUT/second.code"
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    probe = [*unshare, "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    (tmp_path / "disk").mkdir()
+    flags = [*SHORT, "--checkpoint-frequency", "1000", "--keep-checkpoints", "4"]
+    names = {"DISK": "disk", "OUT": "", "TMPDIR": ""}
+    env = {name: str(tmp_path / value) for name, value in names.items()}
+    env |= {"SIZE": "800k", "PYTHON": sys.executable, "DQN": str(DQN), "FLAGS": " ".join(flags)}
+    subprocess.run([*unshare, "sh", "-c", FULL_DISK], env=environment(**env), check=True)
+
+    def read(name: str) -> str:
+        return (tmp_path / name).read_text()
+
+    assert read("first.code") == "2\n", read("first.err")
+    assert "warning: checkpoint not written" in read("first.out")
+    assert "step     4,000 of 4,000" in read("first.out")
+    assert read("first.err").count("\n") == 1
+    saved = re.search(r"it was saved as (\S+) instead", read("first.err"))
+    assert saved and Checkpoints(Path(saved[1]).parent).steps() == [4000]
+    # The earlier checkpoints were not harmed.
+    assert read("second.code") == "0\n", read("second.err")
+    assert re.search(r"resuming at step [123]000: CartPole", read("second.out"))
