@@ -120,7 +120,7 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
-        self.optimizer = optax.adam(config.learning_rate)
+        self.optimizer = optax.flatten(optax.adam(config.learning_rate))
 
     def init(self, key: Array) -> LearnerState:
         """Draw new parameters; the target network starts as a copy."""

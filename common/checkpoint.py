@@ -87,14 +87,12 @@ def _quiet_orbax() -> Generator[None, None, None]:
         if str(unraisable.exc_value) != "Event loop is closed":
             earlier(unraisable)
 
-    # After a failure the hook stays: reads still under way end later, each with a traceback.
     sys.unraisablehook = hook
     logging.set_verbosity(logging.FATAL)
-    try:
-        yield
-        sys.unraisablehook = earlier
-    finally:
-        logging.set_verbosity(verbosity)
+    yield
+    # Not after a failure: reads and writes still under way then fail later, each with a traceback.
+    sys.unraisablehook = earlier
+    logging.set_verbosity(verbosity)
 
 
 def saved_part(trainer: Any, state: Any) -> Any:

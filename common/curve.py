@@ -23,5 +23,6 @@ def save_curve(metrics: Path, picture: Path, title: str) -> None:
                 *zip(*points, strict=True), label=label, marker="." if len(points) < 30 else ""
             )
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(picture, dpi=120)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from common.errors import UserError
@@ -133,11 +134,11 @@ class Replay:
         oldest frame_stack - 1 rows miss frames: neither is drawn. A drawn row whose action the
         environment ignored has weight 0, and the others share its weight.
         """
-        time_key, env_key = jax.random.split(key)
         incomplete = jnp.where(state.size == self.num_rows, self.frame_stack - 1, 0)
         count = state.size - self.n_step - incomplete
-        age = incomplete + jax.random.randint(time_key, (batch_size,), 0, jnp.maximum(count, 1))
-        env = jax.random.randint(env_key, (batch_size,), 0, self.num_envs)
+        num_complete = jnp.maximum(count, 1) * self.num_envs
+        index = jax.random.randint(key, (batch_size,), 0, num_complete)  # [B]
+        age, env = incomplete + index // self.num_envs, index % self.num_envs
         batch = self.gather(state, self._time_of(state, age), env)
         valid = batch.weight * (count > 0)
         return batch._replace(weight=valid * batch_size / jnp.maximum(valid.sum(), 1.0))
@@ -164,7 +165,7 @@ class Replay:
         self, state: ReplayState, time: Array, env: Array
     ) -> tuple[Array, Array, Array]:
         """Return sum_k gamma^k r_{t+k}, gamma^m (1 - terminated) and m for rows [B]."""
-        steps = jnp.arange(self.n_step)
+        steps = np.arange(self.n_step)
         times = (time[:, None] + steps) % self.num_rows  # [B, n]
 
         def take(x: Array) -> Array:
@@ -174,11 +175,12 @@ class Replay:
         ended = take(s.terminated) | take(s.truncated)  # [B, n]
         goes_on = jnp.pad(~ended[:, :-1], ((0, 0), (1, 0)), constant_values=True)  # [B, n]
         inside = jnp.cumprod(take(s.valid) & goes_on, axis=1)  # [B, n] 1 up to the episode's end
+        discounts = jnp.where(inside, self.gamma, 1.0)  # [B, n]
         reward = (inside * self.gamma**steps * take(s.reward)).sum(1)  # [B]
         terminated = (inside * take(s.terminated)).any(1)  # [B]
         # An invalid row has weight 0; one step keeps its indices inside the buffer.
         num_steps = jnp.maximum(inside.sum(1), 1)  # [B]
-        return reward, self.gamma**num_steps * (1.0 - terminated), num_steps
+        return reward, discounts.prod(1) * (1.0 - terminated), num_steps
 
     def _obs_at(self, state: ReplayState, time: Array, env: Array) -> Any:
         """Return the observations of rows [B], stacks rebuilt from single frames."""

@@ -68,7 +68,6 @@ class _Run:
         if self.run.resume:
             resume(trainer, self.folder() / "checkpoints", say)
             self.first_step = int(trainer.state.step)
-        say(self._describe())
         try:
             stopped_by = self._train(trainer)
             if stopped_by is None:
@@ -85,6 +84,7 @@ class _Run:
         """Train to the end, or until a signal; return that signal."""
         self.start_time = time.time()
         with _stop_signals() as received:
+            self.console.print(self._describe())
             call = self._decorated(_unless(received)(self.trainer_class.__call__))
             with contextlib.closing(call(trainer)) as training:
                 for log_data in training:

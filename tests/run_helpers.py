@@ -18,6 +18,12 @@ SHORT = [
     *("--total-timesteps", "4000", "--learning-starts", "1000", "--log-frequency", "1000"),
     *("--eval-frequency", "0", "--eval-episodes", "2"),
 ]
+WITHOUT_WANDB = """
+import sys
+sys.modules['wandb'] = None  # importing it fails
+from algos import dqn
+dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
+"""
 # Programs without callbacks are compiled once for all processes that share the folder.
 CACHE_OPTIONS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -69,7 +75,7 @@ def finished_run() -> tuple[Path, Ran]:
     """A finished run folder, which tests must copy before they change it, and what it printed."""
     runs = Path(_scratch(), "runs")
     flags = ("--eval-frequency", 2000, "--checkpoint-frequency", 1000, "--capture-video")
-    ran = run_alone(*SHORT, *flags, "--runs-dir", runs)
+    ran = run_alone(*SHORT, *flags, "--runs-dir", runs, program=("-c", WITHOUT_WANDB))
     assert ran.code == 0, ran.err
     return next(runs.iterdir()), ran
 

@@ -43,7 +43,7 @@ from algos import dqn
 sys.argv = ["dqn.py", *json.loads(sys.stdin.readline())]
 dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
 """
-TOTAL = 40_000
+TOTAL = 30_000
 LIFE_FLAGS = [
     *("--env-id", "gymnax/CartPole-v1", "--total-timesteps", str(TOTAL)),
     *("--learning-starts", "1000", "--log-frequency", "400", "--checkpoint-frequency", "400"),
@@ -110,10 +110,8 @@ def the_run(runs: Path) -> Path | None:
 
 
 def assert_equal(first: Any, second: Any) -> None:
-    """Equal to the bit, keys included."""
-    flat, structure = jax.tree.flatten(first)
-    other, other_structure = jax.tree.flatten(second)
-    assert structure == other_structure
+    """Equal to the bit, keys included; the classes may come from two copies of the algorithm."""
+    flat, other = jax.tree.leaves(first), jax.tree.leaves(second)
     for x, y in zip(flat, other, strict=True):
         np.testing.assert_array_equal(raw(x), raw(y))
 
@@ -136,10 +134,11 @@ def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path)
     life, runs = Life(cache), tmp_path / "runs"
     assert reference.end()[0] == 0
     flags, killed_in_a_save = [*LIFE_FLAGS, "--runs-dir", runs], 0
-    for number in [signal.SIGKILL] * 4 + [signal.SIGTERM] + [signal.SIGKILL] * 6:
+    moments = ["early"] * 2 + ["between log points"] * 3 + ["save"] * 5 + ["SIGTERM"]
+    for moment in rng.sample(moments, len(moments)):
         life.start(*flags)
         following = Life(cache)
-        killed_in_a_save += kill_somewhere(life, number, runs, rng)
+        killed_in_a_save += kill_at(moment, life, runs, rng)
         folder = the_run(runs)
         if folder and checkpoint_steps(folder):
             flags = ["--resume", folder]
@@ -148,7 +147,7 @@ def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path)
         life = following
     assert killed_in_a_save
     life.start(*flags)
-    code, out, err = life.end()
+    code, _, err = life.end()
     assert code == 0, err
     first, second = the_run(tmp_path / "reference"), the_run(runs)
     assert first and second
@@ -159,8 +158,8 @@ def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path)
     assert_equal(load(second).trainer.state, load(first).trainer.state)
 
 
-def kill_somewhere(life: Life, number: int, runs: Path, rng: random.Random) -> bool:
-    """End a life at a random moment; say whether a save was under way."""
+def kill_at(moment: str, life: Life, runs: Path, rng: random.Random) -> bool:
+    """End a life; say whether a save was under way."""
     before = last_step(folder) if (folder := the_run(runs)) else 0
 
     def progressed() -> bool:
@@ -169,19 +168,20 @@ def kill_somewhere(life: Life, number: int, runs: Path, rng: random.Random) -> b
     def saves() -> bool:
         return any(runs.glob("*/checkpoints/*tmp*"))
 
-    kind = "progress" if number == signal.SIGTERM else rng.choice(["early", "progress", "save"])
-    if kind == "early":
-        time.sleep(rng.uniform(0, 1.5))
+    if moment == "early":
+        time.sleep(rng.uniform(0, 1.3))
     else:
         wait_for(progressed, life.process)
-        wait_for(saves, life.process) if kind == "save" else time.sleep(rng.uniform(0, 0.15))
-    code, out, err = life.end(number)
-    assert code == (143 if number == signal.SIGTERM else -number), (out, err)
-    if number == signal.SIGTERM:
-        folder = the_run(runs)
-        assert folder and f"go on with --resume {folder}" in out and not err
-        assert checkpoint_steps(folder)[-1] == last_step(folder)
-    return saves()
+        wait_for(saves, life.process) if moment == "save" else time.sleep(rng.uniform(0, 0.15))
+    if moment != "SIGTERM":
+        code, out, err = life.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL, (out, err)
+        return saves()
+    code, out, err = life.end(signal.SIGTERM)
+    folder = the_run(runs)
+    assert code == 143 and folder and f"go on with --resume {folder}" in out and not err
+    assert checkpoint_steps(folder)[-1] == last_step(folder)
+    return False
 
 
 def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
@@ -198,7 +198,8 @@ def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
             text=True,
             env=env,
         )
-        wait_for(lambda: (run := the_run(runs)) and last_step(run) > stopped_at + 4000, process)
+        goal = stopped_at + 6000
+        wait_for(lambda goal=goal: (run := the_run(runs)) and last_step(run) >= goal, process)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
         folder = the_run(runs)
@@ -210,21 +211,17 @@ def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
         if stopped_at:
             assert f"resuming at step {stopped_at}: CartPole-v1 starts new episodes" in out
         stopped_at = last_step(folder)
-        assert checkpoint_steps(folder) == [stopped_at]
+        assert checkpoint_steps(folder)[-1] == stopped_at
         flags = ["--resume", str(folder)]
-    shorter = (stopped_at // 2000 + 2) * 2000
-    ran = run_alone("--resume", folder, "--total-timesteps", shorter)
-    assert ran.code == 0, ran.err
     steps = [step for step, name, _ in rows_of(folder) if name == "charts/epsilon"]
-    assert steps == list(range(2000, shorter + 1, 2000))
+    assert steps == list(range(2000, stopped_at + 1, 2000))
     assert tensorboard_steps(folder, "charts/epsilon") == steps
     wandb_id = (folder / "wandb_id").read_text()
     offline = [path.name for path in (folder / "wandb").glob("offline-run-*")]
-    assert len(offline) == 3 and all(name.endswith(wandb_id) for name in offline)
+    assert len(offline) == 2 and all(name.endswith(wandb_id) for name in offline)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_first_log_point_leaves_nothing(tmp_path, number):
+def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(DQN), "--runs-dir", str(tmp_path / "runs")],
         stdout=subprocess.PIPE,
@@ -234,10 +231,10 @@ def test_a_signal_before_the_first_log_point_leaves_nothing(tmp_path, number):
     )
     assert process.stdout
     assert process.stdout.readline().startswith("dqn on CartPole-v1")  # it compiles now
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + number
-    assert out == f"stopped by {signal.Signals(number).name}; nothing was learned yet\n"
+    assert process.returncode == 130
+    assert out == "stopped by SIGINT; nothing was learned yet\n"
     assert not err
     assert not (tmp_path / "runs").exists()
 
@@ -427,7 +424,7 @@ def test_reading_disturbs_no_save_under_way(tmp_path):
     unfinished.mkdir()
     assert Checkpoints(tmp_path / "c").steps() == [100, 200]
     assert unfinished.exists()
-    assert Checkpoints(tmp_path / "c", keep=2).steps() == [100, 200]
+    list(saved_by(tmp_path / "c", FakeTrainer([1, 2, 3]))[0])
     assert not unfinished.exists()  # the writer itself clears away what a kill left
 
 
@@ -461,7 +458,7 @@ def test_a_failing_save_does_not_stop_training(tmp_path, full_disk):
 
 def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
     trainer = FakeTrainer([1, 2, 3])
-    generator, said = saved_by(tmp_path / "run" / "c", trainer)
+    generator, _ = saved_by(tmp_path / "run" / "c", trainer)
     for log_data in generator:
         full_disk[:] = [tmp_path / "run"] if log_data["sample_step"] >= 200 else []
         if log_data["sample_step"] == 300:
@@ -480,7 +477,7 @@ def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
 def test_no_save_anywhere(tmp_path, full_disk):
     full_disk[:] = [tmp_path]
     generator, said = saved_by(tmp_path / "c", FakeTrainer([1, 2]))
-    with pytest.raises(UserError, match="nor in .*No space left.*free space"):
+    with pytest.raises(UserError, match=r"nor in .*No space left.*free space"):
         list(generator)
     assert len(said) == 2 and not list((tmp_path / "temporary").iterdir())
 

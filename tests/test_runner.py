@@ -1,0 +1,532 @@
+"""The run folder, the command line, the logs, the policy that is left, and the cores it uses."""
+
+import csv
+import dataclasses
+import inspect
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_alone, run_here
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from algos.dqn import PRESETS, Config, Trainer
+from common import cli, load
+from common.errors import UserError
+from common.evaluator import MAX_EPISODE_STEPS
+from common.logger import (
+    ConsoleSink,
+    CsvSink,
+    TensorBoardSink,
+    log_points,
+    logger,
+    make_console,
+    read_metrics,
+)
+from common.runner import check_finite
+from common.video import save_video
+
+
+def parse(*args):
+    return cli.parse(Config, PRESETS, [str(arg) for arg in args])
+
+
+# The run folder
+
+
+def test_run_folder():
+    folder, ran = finished_run()
+    assert re.fullmatch(r"CartPole-v1__dqn__1__\d{8}-\d{6}", folder.name)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "metrics.csv", "curve.png", "checkpoints", "videos", "dqn.py"} <= names
+    assert (folder / "dqn.py").read_text() == DQN.read_text()
+    assert Image.open(folder / "curve.png").size[0] > 300
+    config = json.loads((folder / "config.json").read_text())
+    assert config["algo"] == "dqn" and config["preset"] == "classic"
+    fields = {f.name for c in (Config, cli.LoggingOptions) for f in dataclasses.fields(c)}
+    assert fields <= set(config)
+    assert not {"resume", "config", "debug"} & set(config)
+    assert ran.err == ""  # no warnings of libraries
+
+
+def test_metrics_csv():
+    folder, _ = finished_run()
+    with (folder / "metrics.csv").open() as file:
+        assert next(csv.reader(file)) == ["step", "seconds", "name", "value"]
+    rows = read_metrics(folder / "metrics.csv")
+    epsilons = {step: value for step, _, name, value in rows if name == "charts/epsilon"}
+    assert epsilons == pytest.approx({1000: 0.525, 2000: 0.05, 3000: 0.05, 4000: 0.05})
+    assert [step for step, _, name, _ in rows if name == "charts/evaluation_return"] == [2000, 4000]
+    updates = [value for _, _, name, value in rows if name == "charts/updates"]
+    assert updates == [0, 100, 100, 100]
+    seconds = [row[1] for row in rows]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0.3  # training began before the first log point: it had to compile
+
+
+def test_tensorboard():
+    folder, _ = finished_run()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    rows = read_metrics(folder / "metrics.csv")
+    for tag in ("charts/episodic_return", "charts/SPS", "losses/td_loss", "losses/q_values"):
+        expected = [(step, value) for step, _, name, value in rows if name == tag]
+        assert [e.step for e in events.Scalars(tag)] == [step for step, _ in expected]
+        np.testing.assert_allclose(
+            [e.value for e in events.Scalars(tag)], [value for _, value in expected], rtol=1e-6
+        )
+
+
+def test_console_lines():
+    _, ran = finished_run()
+    lines = ran.out.splitlines()
+    assert re.match(
+        r"dqn on CartPole-v1 \(envpool\), preset classic, seed 1, (cpu|gpu)(, one core \(\d+\))?$",
+        lines[0],
+    )
+    shown = r"step     2,000 of 4,000  return \d+\.\d  evaluation \d+\.\d  SPS [\d,]+  \d+ s left"
+    assert re.fullmatch(shown, lines[2])
+    assert "evaluation over 2 episodes: " in ran.out and " ± " in ran.out
+    assert "\x1b" not in ran.out
+
+
+def test_video():
+    folder, _ = finished_run()
+    with Image.open(folder / "videos" / "step_4000.gif") as gif:
+        assert gif.n_frames > 1 and max(gif.size) <= 400
+
+
+def test_no_video_where_nothing_renders(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--env-id", "gymnax/CartPole-v1", "--total-timesteps", "80", "--eval-episodes", "1"]
+    ran = run_here(capsys, *flags, "--capture-video")
+    assert ran.code == 0
+    assert "no video: JAX environments cannot be rendered" in ran.out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("gymnax-CartPole-v1__dqn__1__")
+
+
+def test_an_endless_episode_is_no_endless_video(monkeypatch, tmp_path):
+    class Endless:
+        env_id = "Endless-v0"
+        reset = staticmethod(lambda key: Endless)
+        step = staticmethod(lambda state, action: (state, None))
+        check = close = staticmethod(lambda *state: None)
+        render = staticmethod(lambda state: np.zeros((4, 4, 3), np.uint8))
+        obs = finished = np.zeros(1)
+
+    monkeypatch.setattr("common.video.make_env", lambda *args, **kwargs: Endless)
+    monkeypatch.setattr("common.video.MAX_EPISODE_STEPS", 50)
+    monkeypatch.setattr("jax.jit", lambda function: function)
+    with pytest.raises(UserError, match="Endless-v0 did not end within 50 steps"):
+        save_video(Config(), lambda *args: 0, None, tmp_path / "a.gif")
+    assert MAX_EPISODE_STEPS == 100_000
+
+
+# The command line
+
+
+def test_config_of_a_run_gives_the_same_config():
+    folder, _ = finished_run()
+    options = parse("--config", folder / "config.json")
+    values = dict(total_timesteps=4000, learning_starts=1000, log_frequency=1000)
+    assert options.config == Config(**values)
+    assert options.run.eval_frequency == 2000 and options.logging.capture_video
+    flags = ["--seed", 5, "--gamma", 0.9, "--no-capture-video", "--env-kwargs", "a=1", "b=2"]
+    options = parse(*flags, "--config", folder / "config.json")
+    values |= dict(seed=5, gamma=0.9, env_kwargs=("a=1", "b=2"))
+    assert options.config == Config(**values)
+    assert not options.logging.capture_video
+
+
+def test_config_file_with_every_type(tmp_path):
+    values = dict(learning_rate=1, env_kwargs=["a=1"], env_module=None, env_backend="jax")
+    (tmp_path / "c.json").write_text(json.dumps(values | {"track": True, "wandb_tags": ["x"]}))
+    options = parse("--config", tmp_path / "c.json")
+    assert options.config == Config(learning_rate=1, env_kwargs=("a=1",), env_backend="jax")
+    assert options.logging.track and options.logging.wandb_tags == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "preset"),
+    [
+        ("", "classic"),
+        ("--env-id Pong-v5", "atari"),
+        ("--env_id Pong-v5", "atari"),
+        ("--env-id=Pong-v5", "atari"),
+        ("--env-id Pong-v5 --preset classic", "classic"),
+        ("--env-id Pong-v5 --env-backend gymnasium", "classic"),
+        ("--preset atari", "atari"),
+        ("--env-id HalfCheetah-v5", "classic"),
+    ],
+)
+def test_preset(flags, preset):
+    options = parse(*flags.split())
+    assert options.run.preset == preset
+    assert options.config.frame_stack == PRESETS[preset].get("frame_stack", 1)
+
+
+def test_flags_win_over_the_preset():
+    options = parse("--env-id", "Pong-v5", "--batch-size", 64)
+    assert (options.config.batch_size, options.config.buffer_size) == (64, 1_000_000)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert not stop.value.code
+    for group in ("algorithm", "environment", "logging", "run"):
+        assert f"{group} options" in text
+    for options in (Config, cli.LoggingOptions, cli.RunOptions):
+        docs = cli._field_docs(options)
+        for field in dataclasses.fields(options):
+            assert f"--{field.name.replace('_', '-')}" in text
+            words = docs[field.name].split()
+            assert words and words[0] in text
+
+
+def test_what_importing_an_algorithm_costs():
+    heavy = ["wandb", "matplotlib.pyplot", "orbax.checkpoint", "tensorflow", "torch", "envpool"]
+    code = f"import sys, algos.dqn; print([m for m in {heavy} if m in sys.modules])"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert time.perf_counter() - start < 3
+
+
+def test_wandb_is_only_imported_for_tracking():
+    assert "sys.modules['wandb'] = None" in WITHOUT_WANDB  # how the finished run was run
+    assert finished_run()[1].code == 0
+
+
+def test_wandb_offline(capsys, tmp_path, monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    flags = ["--total-timesteps", "80", "--eval-episodes", "1", "--runs-dir", tmp_path]
+    flags += ["--track", "--wandb-mode", "offline", "--wandb-tags", "a", "b"]
+    ran = run_here(capsys, *flags)
+    assert ran.code == 0
+    (folder,) = tmp_path.iterdir()
+    (offline,) = (folder / "wandb").glob("offline-run-*")
+    assert offline.name.endswith((folder / "wandb_id").read_text())
+    (record,) = offline.glob("run-*.wandb")
+    assert b"learning_rate" in record.read_bytes()
+    assert (offline / "files" / "dqn.py").read_text() == DQN.read_text()
+
+
+# Trainer on its own
+
+
+def test_trainer_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    closed = []
+    trainer = Trainer(Config(total_timesteps=1208, learning_starts=200, log_frequency=500))
+    monkeypatch.setattr(trainer.env, "close", lambda: closed.append(True))
+    logs = list(trainer())
+    assert [d["sample_step"] for d in logs[::2]] == [504, 1008, 1208]
+    assert int(trainer.state.step) == 1208
+    assert closed == [True] and not list(tmp_path.iterdir())
+    for log_data in logs:
+        assert set(log_data) == {"log_type", "sample_step", "logs"}
+        assert log_data["log_type"] in ("collect", "train")
+        assert all(type(value) is float for value in log_data["logs"].values())
+
+
+def test_trainer_closed_early(monkeypatch):
+    closed = []
+    trainer = Trainer(Config(total_timesteps=1200, learning_starts=200, log_frequency=400))
+    monkeypatch.setattr(trainer.env, "close", lambda: closed.append(True))
+    generator = trainer()
+    next(generator)
+    assert not closed
+    generator.close()
+    assert closed == [True]
+    assert int(trainer.state.step) == 400
+    assert inspect.getgeneratorstate(generator) == "GEN_CLOSED"
+
+
+# Logs
+
+
+def test_log_points():
+    summary = (jnp.int32(2), jnp.float32(30), jnp.float32(40))
+    sums = {"updates": 4.0, "target_updates": 1.0, "td_loss": jnp.float32(8)}
+    collect, train = log_points(100, {"charts/SPS": 5}, summary, sums)
+    logs = {"charts/SPS": 5.0, "charts/episodes": 2.0}
+    logs |= {"charts/episodic_return": 15.0, "charts/episodic_length": 20.0}
+    assert collect == {"log_type": "collect", "sample_step": 100, "logs": logs}
+    logs = {"losses/td_loss": 2.0, "charts/updates": 4.0, "charts/target_updates": 1.0}
+    assert train == {"log_type": "train", "sample_step": 100, "logs": logs}
+
+
+def test_log_points_without_games_and_updates():
+    summary = (jnp.int32(0), jnp.float32(0), jnp.float32(0))
+    collect, train = log_points(8, {}, summary, {"updates": 0.0, "td_loss": 0.0})
+    assert collect["logs"] == {"charts/episodes": 0.0}
+    assert train["logs"] == {"charts/updates": 0.0}
+
+
+def call_of(*log_data):
+    """A `Trainer.__call__` that yields these."""
+
+    def call(trainer):
+        yield from log_data
+
+    return call
+
+
+def log(step, kind="train", **logs):
+    return {"log_type": kind, "sample_step": step, "logs": logs}
+
+
+class Broken:
+    """A sink that fails at its second write, and when it is closed."""
+
+    def __init__(self):
+        self.steps = []
+
+    def write(self, step, logs):
+        self.steps.append(step)
+        if len(self.steps) > 1:
+            raise OSError("no space left")
+
+    def close(self):
+        raise RuntimeError("cannot close")
+
+
+def test_a_sink_that_fails_is_dropped(tmp_path):
+    said, broken = [], Broken()
+    path = tmp_path / "metrics.csv"
+
+    def no_sink():
+        raise OSError("read-only\nfile system")
+
+    def make_sinks():
+        return [lambda: broken, no_sink, lambda: CsvSink(path, 0, time.time())]
+
+    call = logger(make_sinks, said.append)(call_of(log(1, a=1.0), log(2, a=2.0), log(3, a=3.0)))
+    assert len(list(call(None))) == 3
+    assert broken.steps == [1, 2]
+    assert [row[3] for row in read_metrics(path)] == [1, 2, 3]
+    assert len(said) == 2 and all(text.startswith("warning: ") for text in said)
+    assert "read-only file system" in said[0] and "no space left" in said[1]
+
+
+def test_a_sink_that_cannot_close(tmp_path):
+    said = []
+    call = logger(lambda: [Broken], said.append)(call_of(log(1)))
+    list(call(None))
+    assert len(said) == 1 and "cannot close" in said[0]
+
+
+def test_csv_drops_rows_beyond_the_restored_step(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text(
+        "step,seconds,name,value\n100,2.0,a,1.5\n200,3.0,a,nan\n300,4.0,a,3.5\n300,5.0,b,\n400,"
+    )
+    assert [row[0] for row in read_metrics(path)] == [100, 200, 300]  # torn rows are no rows
+    sink = CsvSink(path, 200, time.time() - 7)
+    sink.write(300, {"a": 9.0})
+    sink.close()
+    rows = read_metrics(path)
+    assert [row[0] for row in rows] == [100, 200, 300]
+    assert rows[-1][1] == pytest.approx(3 + 7, abs=1) and rows[-1][3] == 9.0
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_tensorboard_drops_events_beyond_the_restored_step(tmp_path):
+    for first_step, steps in ((0, (100, 200, 300, 400)), (200, (300,)), (300, (400, 500))):
+        sink = TensorBoardSink(tmp_path, first_step)
+        for step in steps:
+            sink.write(step, {"a": step + first_step})
+        if first_step:
+            sink.close()  # the first one is killed: what was logged is on disk all the same
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("a")]
+    assert shown == [(100, 100), (200, 200), (300, 500), (400, 700), (500, 800)]
+
+
+def test_progress_bar_on_a_terminal():
+    screen = io.StringIO()
+    sink = ConsoleSink(Console(file=screen, force_terminal=True, width=120), 4000, 0)
+    sink.write(1000, {"charts/SPS": 5000.0, "charts/episodic_return": 20.0})
+    sink.write(2000, {"losses/td_loss": 1.0})
+    sink.close()
+    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.getvalue())
+    assert "2000/4000" in text and "return 20.0  SPS 5,000" in text and "━" in text
+
+
+def test_plain_lines_elsewhere():
+    paper = io.StringIO()
+    sink = ConsoleSink(Console(file=paper, width=200), 4000, 0)
+    sink.write(1000, {"charts/SPS": 500.0, "charts/episodic_return": 20.0})
+    sink.write(1000, {"losses/td_loss": 1.0})
+    sink.close()
+    assert paper.getvalue() == "step     1,000 of 4,000  return 20.0  SPS 500  6 s left\n"
+
+
+def test_the_console_takes_nothing_for_markup(capsys):
+    make_console().print("[red]a[/red] [/b] :smile: " + "x" * 300)
+    assert capsys.readouterr().out == "[red]a[/red] [/b] :smile: " + "x" * 300 + "\n"
+
+
+class Learner:
+    """A trainer whose second weight is not finite from step 24 on."""
+
+    def __init__(self):
+        self.state = type("State", (), {"step": 0, "learner": {"w": [jnp.ones(2)] * 2}})
+
+    def __call__(self):
+        for step in range(8, 41, 8):
+            bad = jnp.array([1.0, jnp.nan if step >= 24 else 1.0])
+            self.state.learner = {"key": jax.random.key(0), "w": [jnp.ones(2), bad]}
+            yield log(step, "collect", SPS=1.0)
+            yield log(step, "train", loss=2.0)
+
+
+def test_check_finite_names_the_parameter_and_passes_on_log_points():
+    seen = []
+    with pytest.raises(UserError, match=r"\['w'\]\[1\] is not finite at step 24"):
+        for log_data in check_finite(16)(Learner.__call__)(Learner()):
+            seen.append((log_data["sample_step"], log_data["log_type"]))
+    assert seen == [(16, "collect"), (16, "train")]
+
+
+def test_check_finite_names_the_metric():
+    trainer = Learner()
+    call = check_finite(16)(call_of(log(8, "collect", a=1.0), log(8, b=float("inf"))))
+    with pytest.raises(UserError, match=r"^b is not finite at step 8"):
+        list(call(trainer))
+
+
+# The policy that a run leaves
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load(finished_run()[0])
+
+
+def test_policy_serves_one_observation_and_a_batch(policy):
+    obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    actions = policy.predict(obs)
+    algorithm, learner = policy.trainer.algorithm, policy.trainer.state.learner
+    greedy = np.asarray(algorithm.predict(learner.params, obs)).argmax(axis=-1)
+    np.testing.assert_array_equal(actions, greedy)
+    assert isinstance(actions, np.ndarray) and len(set(actions.tolist())) == 2
+    for one in range(4):
+        single = policy.predict(obs[one])
+        assert isinstance(single, np.ndarray) and single.shape == ()
+        assert single == actions[one]
+    assert policy.predict(obs[:1].astype(np.float64)).shape == (1,)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 4), ()])
+def test_policy_refuses_other_shapes(policy, shape):
+    with pytest.raises(UserError, match=r"shape \(4,\)") as raised:
+        policy.predict(np.zeros(shape))
+    assert str(shape) in str(raised.value)
+
+
+def test_load_a_step_and_the_best(policy):
+    folder, _ = finished_run()
+    rows = read_metrics(folder / "metrics.csv")
+    evaluation = {step: v for step, _, name, v in rows if name == "charts/evaluation_return"}
+    assert policy.step == 4000
+    assert load(folder, "best").step == max(evaluation, key=lambda s: (evaluation[s], s))
+    assert load(str(folder), 3000).step == 3000
+    with pytest.raises(UserError, match="latest or best, got 'first'"):
+        load(folder, "first")
+
+
+def test_evaluate():
+    folder, _ = finished_run()
+    ran = run_alone(folder, "--episodes", 3, "--video", program=("-m", "common.evaluate"))
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert re.fullmatch(r"\d+\.\d ± \d+\.\d over 3 episodes, checkpoint 4000", lines[0])
+    assert lines[1] == f"video: {folder}/videos/step_4000.gif"
+
+
+# Cores
+
+CHOOSE = """
+import os, sys
+from common.threads import use_one_core
+print(use_one_core(), sorted(os.sched_getaffinity(0)), os.environ.get("NPROC"), flush=True)
+sys.stdin.read()
+"""
+
+
+class Chooser:
+    """A process that takes a core, and holds it until it is let go."""
+
+    def __init__(self, temporary, cores=None, **env):
+        command = [sys.executable, "-c", CHOOSE]
+        if cores is not None:
+            command = ["taskset", "-c", str(cores), *command]
+        kept = {k: v for k, v in environment().items() if k not in ("NPROC", "XLA_FLAGS")}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=kept | {"TMPDIR": str(temporary)} | env,
+        )
+        assert self.process.stdout
+        self.said = self.process.stdout.readline().strip()
+
+    def let_go(self):
+        self.process.communicate()
+
+
+cores_of_this_process = sorted(os.sched_getaffinity(0))
+needs_free_cores = pytest.mark.skipif(
+    len(cores_of_this_process) < 2 or len(cores_of_this_process) != os.cpu_count(),
+    reason="needs two cores and no affinity mask",
+)
+
+
+@needs_free_cores
+def test_every_run_takes_its_own_core_until_none_is_left(tmp_path):
+    choosers = [Chooser(tmp_path) for _ in cores_of_this_process]
+    taken = [f"{core} [{core}] 1" for core in cores_of_this_process]
+    assert [chooser.said for chooser in choosers] == taken
+    nothing = Chooser(tmp_path)
+    assert nothing.said == f"None {cores_of_this_process} None"
+    choosers[1].let_go()
+    again = Chooser(tmp_path)
+    assert again.said == taken[1]
+    for chooser in (*choosers[::2], nothing, again):
+        chooser.let_go()
+
+
+@needs_free_cores
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cores": 0}, "None [0] None"),
+        ({"NPROC": "2"}, f"None {cores_of_this_process} 2"),
+        (
+            {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
+            f"None {cores_of_this_process} None",
+        ),
+        ({"XLA_FLAGS": "--xla_dump_to=/nowhere"}, "0 [0] 1"),
+    ],
+)
+def test_the_users_own_choice_of_cores_stands(tmp_path, options, said):
+    chooser = Chooser(tmp_path, **options)
+    chooser.let_go()
+    assert chooser.said == said
