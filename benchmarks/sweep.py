@@ -42,7 +42,7 @@ from common.config import check_config
 from common.envs import resolve_backend
 from common.errors import UserError
 from common.logger import make_console, read_metrics
-from common.runner import _stop_signals as stop_signals
+from common.runner import stop_signals
 from report import Result, file_name, late_return, read_curve, write_atomically, write_report
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -58,7 +58,7 @@ class Checkpoints:
         metrics = None if episode_return is None else {"return": episode_return}
         with _quiet_orbax():
             self._manager.save(
-                step, args=self._ocp.args.StandardSave(state), metrics=metrics, force=True
+                step, args=self._ocp.args.StandardSave(_filled(state)), metrics=metrics, force=True
             )
 
     def restore(self, step: int, like: Any) -> Any:
@@ -68,12 +68,21 @@ class Checkpoints:
             ValueError, OSError, KeyError: it is damaged or holds something else.
         """
         with _quiet_orbax():
-            return self._manager.restore(step, args=self._ocp.args.StandardRestore(like))
+            abstract = _abstract(jax.eval_shape(_filled, like))
+            restored = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        return jax.tree.map(
+            lambda x, y: y if x.size else jnp.zeros(x.shape, x.dtype), like, restored
+        )
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps."""
         for later in (s for s in self.steps() if s > step):
             self._manager.delete(later)
+
+
+def _filled(state: Any) -> Any:
+    """Give arrays without elements one: orbax refuses to save them."""
+    return jax.tree.map(lambda x: x if x.size else jnp.zeros(1, x.dtype), state)
 
 
 @contextlib.contextmanager
@@ -103,19 +112,18 @@ def saved_part(trainer: Any, state: Any) -> Any:
 def checkpointer(
     folder: Callable[[], Path], frequency: int, keep: int, best_of: str, say: Callable[[str], None]
 ) -> Callable[[Call], Call]:
-    """Decorate `Trainer.__call__`: save every `frequency` env steps and whenever it ends.
+    """Decorate `Trainer.__call__`: save every `frequency` env steps (0 = never) and at its end.
+
+    It ends when all steps are done, by a signal, or by an error of the driver or an environment;
+    before its first log point it leaves nothing. A failing save does not stop training; if the last
+    one fails, the system's temporary folder is tried.
 
     Args:
         folder: returns the checkpoint folder, made when first asked for.
-        frequency: env steps between two saves; 0 saves at the end only.
+        frequency: env steps between two saves.
         keep: how many of the latest checkpoints stay; the best one stays as well.
         best_of: name of the logged return that ranks checkpoints.
         say: prints a line.
-
-    "Ends" is: all steps done, a stop signal, or an error in whoever drives the generator or in an
-    environment; a run that ends before its first log point leaves nothing. A save that fails does
-    not stop training; if the last one fails in the run folder, it is tried in the system's
-    temporary folder.
     """
 
     def decorate(call: Call) -> Call:
@@ -212,16 +220,9 @@ def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
         trainer.env = make_env(trainer.config, first_step=step)
         state = state._replace(env=trainer.env.reset(state.key))
         if hasattr(trainer, "replay"):
-            state = state._replace(replay=_interrupted(trainer.replay, state.replay))
+            state = state._replace(replay=trainer.replay.interrupt(state.replay))
     # All on one footing: restored arrays are bound to a device, and a mix would compile twice.
     trainer.state = jax.device_put(state, jax.devices()[0])
-
-
-def _interrupted(replay: Any, state: Any) -> Any:
-    """Part the rows before and after; a reward that was not finite may have been the last one."""
-    state = replay.interrupt(state)
-    reward = jnp.nan_to_num(state.storage.reward, posinf=0.0, neginf=0.0)
-    return state._replace(storage=state.storage._replace(reward=reward))
 
 
 def restore_state(
@@ -241,7 +242,7 @@ def restore_state(
         if steps:
             hint = f"it has those of {', '.join(map(str, steps))}"
         raise UserError(f"{folder.parent} has {missing}; {hint}")
-    like = _abstract(saved_part(trainer, trainer.state))
+    like = jax.eval_shape(lambda: saved_part(trainer, trainer.state))
     trainer.state = None
     problem = ""
     for candidate in [step] if step is not None else reversed(steps):

@@ -83,6 +83,8 @@ class Options:
 @contextlib.contextmanager
 def exit_codes(debug: bool) -> Generator[None, None, None]:
     """Turn a UserError into one line and exit code 2, and Ctrl-C into one line and 130."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ± shows ?
     # envpool's own spaces set this off; nothing that a user could change.
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     try:

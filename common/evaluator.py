@@ -1,5 +1,6 @@
 """Evaluation: full episodes, raw returns, in environments that training never sees."""
 
+import contextlib
 import math
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -124,12 +125,13 @@ def evaluator(frequency: int, num_episodes: int) -> Callable[[Call], Call]:
     def decorate(call: Call) -> Call:
         def evaluated(trainer: Any) -> Generator[dict, None, None]:
             last = int(trainer.state.step)
-            for log_data in call(trainer):
-                step = log_data["sample_step"]
-                if frequency and step // frequency > last // frequency:
-                    yield trainer._run_evaluate(num_episodes)
-                last = step
-                yield log_data
+            with contextlib.closing(call(trainer)) as inner:
+                for log_data in inner:
+                    step = log_data["sample_step"]
+                    if frequency and step // frequency > last // frequency:
+                        yield trainer._run_evaluate(num_episodes)
+                    last = step
+                    yield log_data
 
         return evaluated
 

@@ -198,10 +198,15 @@ class Replay:
         return storage.at[rows, env[:, None]].get(mode="promise_in_bounds")
 
     def interrupt(self, state: ReplayState) -> ReplayState:
-        """Mark that the rows written next do not continue the newest row of each lane."""
-        newest = (state.position - 1) % self.num_rows
-        valid = state.storage.valid.at[newest].set(False)
-        return state._replace(storage=state.storage._replace(valid=valid))
+        """Mark that the rows written next do not continue the newest row of each lane.
+
+        Its reward goes too: it may be the NaN that stopped a run.
+        """
+        newest, storage = (state.position - 1) % self.num_rows, state.storage
+        storage = storage._replace(
+            valid=storage.valid.at[newest].set(False), reward=storage.reward.at[newest].set(0.0)
+        )
+        return state._replace(storage=storage)
 
     def merge(self, state: ReplayState, other: "Replay", other_state: ReplayState) -> ReplayState:
         """Append the rows of another buffer of the same lanes and options, in time order."""
@@ -238,7 +243,7 @@ class Replay:
 
     def _check_stack(self, obs: Any) -> None:
         shape = getattr(obs, "shape", None)
-        if shape is None or len(shape) < 2 or shape[1] != self.frame_stack:
+        if shape is None or len(shape) < 3 or shape[1] != self.frame_stack:
             raise UserError(
                 f"--frame-stack {self.frame_stack} needs observations that stack as many frames "
                 f"along their first axis, got {shape and shape[1:]}; use --frame-stack 1"

@@ -83,7 +83,7 @@ class _Run:
     def _train(self, trainer: Any) -> signal.Signals | None:
         """Train to the end, or until a signal; return that signal."""
         self.start_time = time.time()
-        with _stop_signals() as received:
+        with stop_signals() as received:
             self.console.print(self._describe())
             call = self._decorated(_unless(received)(self.trainer_class.__call__))
             with contextlib.closing(call(trainer)) as training:
@@ -235,7 +235,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Generator[list[signal.Signals], None, None]:
+def stop_signals() -> Generator[list[signal.Signals], None, None]:
     """Collect the first Ctrl-C or SIGTERM instead of dying; the second one kills as usual."""
     received: list[signal.Signals] = []
     caught = (signal.SIGINT, signal.SIGTERM)

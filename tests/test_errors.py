@@ -10,6 +10,7 @@ import pytest
 from run_helpers import SHORT, finished_run, run_alone, run_here
 
 from algos.dqn import Config, Trainer
+from common.checkpoint import Checkpoints
 from common.errors import UserError
 
 # name: (flags, what the line must hold)
@@ -185,7 +186,6 @@ def test_environment_that_fails_before_the_first_log_point(capsys, tmp_path, fau
     check(ran, ["Failing-v0", *LATE_FAULTS[fault]], runs)
 
 
-@pytest.mark.xfail(reason="replay takes any first axis of that size for stacked frames")
 def test_a_vector_is_no_stack_of_frames():
     with pytest.raises(UserError, match="--frame-stack 4"):
         Trainer(Config(frame_stack=4))  # CartPole-v1 observes 4 numbers
@@ -296,9 +296,10 @@ def test_resume_with_other_flags(capsys, run_folder, tmp_path, flag, value, befo
 # In processes of their own: reads that orbax gave up on end with the process, not with the test.
 def test_resume_of_another_shape(run_folder, tmp_path):
     edit_config(run_folder, num_envs=4)
+    checkpoint_steps = Checkpoints(run_folder / "checkpoints").steps()
     ran = run_alone("--resume", run_folder)
     check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
-    assert ran.out.count("warning") == 3  # one line for each checkpoint that was tried
+    assert ran.out.count("warning") == len(checkpoint_steps)  # one line for each that was tried
 
 
 def test_resume_from_damaged_checkpoints(run_folder, tmp_path):

@@ -304,3 +304,24 @@ def test_checkpoint_round_trip(tmp_path):
     restored = Checkpoints(tmp_path).restore(5, like)
     assert isinstance(restored, ReplayState)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_checkpoint_of_arrays_without_elements(tmp_path):
+    from common.checkpoint import Checkpoints
+
+    state = {"empty": jnp.zeros((3, 0)), "full": jnp.arange(3), "key": jax.random.key(1)}
+    Checkpoints(tmp_path, keep=1).save(5, state, None)
+    restored = Checkpoints(tmp_path).restore(5, state)
+    assert restored["empty"].shape == (3, 0)
+    assert restored["full"].tolist() == [0, 1, 2]
+    assert restored["key"] == state["key"]
+
+
+def test_interrupt_drops_the_newest_row():
+    replay = Replay(capacity=10, num_envs=1, gamma=GAMMA)
+    broken = counter_row(1)._replace(reward=jnp.full(1, jnp.nan))
+    state = replay.interrupt(fill(replay, [counter_row(0), broken]))
+    state = replay.add(state, counter_row(2))
+    batch = replay.gather(state, jnp.arange(2), jnp.zeros(2, int))
+    assert batch.weight.tolist() == [1, 0]
+    assert jnp.isfinite(batch.reward).all()

@@ -33,7 +33,7 @@ from algos.dqn import Config, Trainer
 from common import load
 from common.checkpoint import Checkpoints, checkpointer, resume
 from common.errors import UserError
-from common.logger import read_metrics
+from common.logger import logger, read_metrics
 
 # Imports first, then waits for its flags: the next life warms up while the last one is killed.
 LIFE = """
@@ -480,6 +480,19 @@ def test_no_save_anywhere(tmp_path, full_disk):
     with pytest.raises(UserError, match=r"nor in .*No space left.*free space"):
         list(generator)
     assert len(said) == 2 and not list((tmp_path / "temporary").iterdir())
+
+
+def test_an_error_while_closing_reaches_the_driver(tmp_path, full_disk):
+    """Python only prints what a generator raises when it is thrown away instead of closed."""
+    full_disk[:] = [tmp_path]
+    said: list[str] = []
+    save = checkpointer(lambda: tmp_path / "c", 0, 1, "charts/episodic_return", said.append)
+    call = logger(lambda: [], said.append)(save(FakeTrainer.__call__))
+    with (
+        pytest.raises(UserError, match="last checkpoint"),
+        contextlib.closing(call(FakeTrainer([1, 2]))) as training,
+    ):
+        next(training)
 
 
 FULL_DISK = """

@@ -1,4 +1,4 @@
-"""The run folder, the command line, the logs, the policy that is left, and the cores it uses."""
+"""The run folder, the command line, the logs, and the cores that a run takes."""
 
 import csv
 import dataclasses
@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
-from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_alone, run_here
+from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algos.dqn import PRESETS, Config, Trainer
-from common import cli, load
+from common import cli
 from common.errors import UserError
 from common.evaluator import MAX_EPISODE_STEPS
 from common.logger import (
@@ -409,55 +409,6 @@ def test_check_finite_names_the_metric():
     call = check_finite(16)(call_of(log(8, "collect", a=1.0), log(8, b=float("inf"))))
     with pytest.raises(UserError, match=r"^b is not finite at step 8"):
         list(call(trainer))
-
-
-# The policy that a run leaves
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return load(finished_run()[0])
-
-
-def test_policy_serves_one_observation_and_a_batch(policy):
-    obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    actions = policy.predict(obs)
-    algorithm, learner = policy.trainer.algorithm, policy.trainer.state.learner
-    greedy = np.asarray(algorithm.predict(learner.params, obs)).argmax(axis=-1)
-    np.testing.assert_array_equal(actions, greedy)
-    assert isinstance(actions, np.ndarray) and len(set(actions.tolist())) == 2
-    for one in range(4):
-        single = policy.predict(obs[one])
-        assert isinstance(single, np.ndarray) and single.shape == ()
-        assert single == actions[one]
-    assert policy.predict(obs[:1].astype(np.float64)).shape == (1,)
-
-
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 4), ()])
-def test_policy_refuses_other_shapes(policy, shape):
-    with pytest.raises(UserError, match=r"shape \(4,\)") as raised:
-        policy.predict(np.zeros(shape))
-    assert str(shape) in str(raised.value)
-
-
-def test_load_a_step_and_the_best(policy):
-    folder, _ = finished_run()
-    rows = read_metrics(folder / "metrics.csv")
-    evaluation = {step: v for step, _, name, v in rows if name == "charts/evaluation_return"}
-    assert policy.step == 4000
-    assert load(folder, "best").step == max(evaluation, key=lambda s: (evaluation[s], s))
-    assert load(str(folder), 3000).step == 3000
-    with pytest.raises(UserError, match="latest or best, got 'first'"):
-        load(folder, "first")
-
-
-def test_evaluate():
-    folder, _ = finished_run()
-    ran = run_alone(folder, "--episodes", 3, "--video", program=("-m", "common.evaluate"))
-    assert (ran.code, ran.err) == (0, "")
-    lines = ran.out.splitlines()
-    assert re.fullmatch(r"\d+\.\d ± \d+\.\d over 3 episodes, checkpoint 4000", lines[0])
-    assert lines[1] == f"video: {folder}/videos/step_4000.gif"
 
 
 # Cores

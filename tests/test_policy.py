@@ -1,0 +1,78 @@
+"""The policy that a run leaves: loaded, served with numpy, and evaluated."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+from run_helpers import finished_run, run_alone, run_here
+
+from common import load
+from common.errors import UserError
+from common.logger import read_metrics
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load(finished_run()[0])
+
+
+def test_policy_serves_one_observation_and_a_batch(policy):
+    obs = np.random.default_rng(0).normal(scale=5, size=(256, 4)).astype(np.float32)
+    actions = policy.predict(obs)
+    algorithm, learner = policy.trainer.algorithm, policy.trainer.state.learner
+    greedy = np.asarray(algorithm.predict(learner.params, obs)).argmax(axis=-1)
+    np.testing.assert_array_equal(actions, greedy)
+    assert isinstance(actions, np.ndarray) and len(set(actions.tolist())) == 2
+    for one in range(4):
+        single = policy.predict(obs[one])
+        assert isinstance(single, np.ndarray) and single.shape == ()
+        assert single == actions[one]
+    assert policy.predict(obs[:1].astype(np.float64)).shape == (1,)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 4), ()])
+def test_policy_refuses_other_shapes(policy, shape):
+    with pytest.raises(UserError, match=r"shape \(4,\)") as raised:
+        policy.predict(np.zeros(shape))
+    assert str(shape) in str(raised.value)
+
+
+def test_load_a_step_and_the_best(policy):
+    folder, _ = finished_run()
+    rows = read_metrics(folder / "metrics.csv")
+    evaluation = {step: v for step, _, name, v in rows if name == "charts/evaluation_return"}
+    assert policy.step == 4000
+    assert load(folder, "best").step == max(evaluation, key=lambda s: (evaluation[s], s))
+    assert load(str(folder), 3000).step == 3000
+    with pytest.raises(UserError, match="latest or best, got 'first'"):
+        load(folder, "first")
+
+
+def test_evaluate():
+    folder, _ = finished_run()
+    flags = [folder, "--episodes", 3, "--video"]
+    ran = run_alone(*flags, program=("-m", "common.evaluate"), PYTHONIOENCODING="ascii")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert re.fullmatch(r"\d+\.\d \? \d+\.\d over 3 episodes, checkpoint 4000", lines[0])
+    assert lines[1] == f"video: {folder}/videos/step_4000.gif"
+
+
+def test_evaluate_the_best(capsys, tmp_path):
+    folder = shutil.copytree(finished_run()[0], tmp_path / "run")
+    flags = [folder, "--episodes", 2, "--checkpoint", "best"]
+    ran = run_here(capsys, *flags, module="common.evaluate")
+    best = load(folder, "best").step
+    shown = rf"\d+\.\d ± \d+\.\d over 2 episodes, checkpoint {best}\n"
+    assert ran.code == 0 and re.fullmatch(shown, ran.out)
+
+
+def test_a_policy_is_the_code_that_trained_it(tmp_path):
+    """The copy in the run folder counts, not what the algorithm's file has become."""
+    folder = shutil.copytree(finished_run()[0], tmp_path / "run")
+    code = (folder / "dqn.py").read_text()
+    (folder / "dqn.py").write_text(code.replace("q_values.argmax(axis=-1))", "0 * explore)"))
+    assert code != (folder / "dqn.py").read_text()
+    obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    assert not load(folder).predict(obs).any()
