@@ -1,6 +1,7 @@
 """Checkpoints: the whole TrainState, atomic, the last few and the best, and how to go on."""
 
 import contextlib
+import inspect
 import shutil
 import sys
 import tempfile
@@ -93,7 +94,8 @@ def _quiet_orbax() -> Generator[None, None, None]:
     verbosity, earlier = logging.get_verbosity(), sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        left_over = inspect.iscoroutine(unraisable.object)
+        if not left_over and str(unraisable.exc_value) != "Event loop is closed":
             earlier(unraisable)
 
     sys.unraisablehook = hook
