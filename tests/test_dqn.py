@@ -159,6 +159,26 @@ def test_target_network_follows_only_at_syncs():
     )
 
 
+def test_target_network_is_a_copy_after_a_sync():
+    # The last step of the run is a sync, and syncs come after the updates of their step.
+    trainer = Trainer(replace(SMALL, total_timesteps=400, target_network_frequency=400))
+    list(trainer())
+    learner = trainer.state.learner
+    jax.tree.map(np.testing.assert_array_equal, learner.params, learner.target_params)
+
+
+def test_stored_rows_follow_the_episode_boundaries():
+    config = replace(SMALL, num_envs=2, total_timesteps=400, env_kwargs=("max_episode_steps=2",))
+    trainer = Trainer(config)
+    list(trainer())
+    rows = trainer.replay.in_time_order(trainer.state.replay)
+    step = np.arange(200) % 3  # two steps, then the row whose action is ignored
+    for lane in range(2):
+        assert rows.valid[:, lane].tolist() == (step != 2).tolist()
+        assert rows.truncated[:, lane].tolist() == (step == 1).tolist()
+        assert rows.reward[:, lane].tolist() == (step != 2).astype(float).tolist()
+
+
 def test_log_data():
     trainer = Trainer(SMALL)
     log_data = list(trainer())

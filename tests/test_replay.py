@@ -262,6 +262,14 @@ def test_three_step_return_by_hand():
     assert batch.next_obs[real, 0].tolist() == [3, 3, 3, 6, 6]
 
 
+def test_a_return_stops_where_no_row_parts_two_episodes():
+    replay = Replay(capacity=10, num_envs=1, gamma=0.5, n_step=3)
+    rows = [counter_row(i, ended=i == 1) for i in range(5)]
+    batch = replay.gather(fill(replay, rows), jnp.arange(2), jnp.zeros(2, int))
+    assert batch.reward.tolist() == [0 + 0.5, 1]
+    assert batch.discount.tolist() == [0, 0]
+
+
 def test_too_little_data_has_no_weight():
     replay = Replay(capacity=10, num_envs=1, gamma=GAMMA, n_step=3)
     state = fill(replay, [counter_row(0)])
