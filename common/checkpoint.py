@@ -116,16 +116,14 @@ def checkpointer(
 ) -> Callable[[Call], Call]:
     """Decorate `Trainer.__call__`: save every `frequency` env steps (0 = never) and at its end.
 
-    It ends when all steps are done, by a signal, or by an error of the driver or an environment;
-    before its first log point it leaves nothing. A failing save does not stop training; if the last
-    one fails, the system's temporary folder is tried.
+    A run that ends before its first log point leaves nothing. A failing save does not stop
+    training; if the last one fails, the system's temporary folder is tried.
 
     Args:
         folder: returns the checkpoint folder, made when first asked for.
         frequency: env steps between two saves.
         keep: how many of the latest checkpoints stay; the best one stays as well.
-        best_of: name of the logged return that ranks checkpoints.
-        say: prints a line.
+        best_of: name of the logged return that ranks checkpoints; `say` prints a line.
     """
 
     def decorate(call: Call) -> Call:
@@ -146,10 +144,9 @@ def checkpointer(
                                 _save(folder(), keep, trainer, best)
                                 saved = step
             finally:
-                if last > first and not _is_lost(trainer.state):
-                    step = int(trainer.state.step)
-                    if step > saved:
-                        _save_at_end(folder(), keep, trainer, best if step == last else None)
+                learned = last > first and not _is_lost(trainer.state)
+                if learned and (step := int(trainer.state.step)) > saved:
+                    _save_at_end(folder(), keep, trainer, best if step == last else None)
 
         return checkpointed
 
