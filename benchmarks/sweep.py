@@ -21,7 +21,6 @@ import fcntl
 import importlib
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -30,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -43,9 +41,9 @@ from common.envs import resolve_backend
 from common.errors import UserError
 from common.logger import make_console, read_metrics
 from common.runner import stop_signals
+from machine import ROOT, cpu_model, describe_commit, on_cores, usable_cores
 from report import Result, file_name, late_return, read_curve, write_atomically, write_report
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_TRIES = 3
 POLL_SECONDS = 0.2
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--eval-frequency")
@@ -96,7 +94,7 @@ def main(args: list[str]) -> int:
     jobs, out = make_jobs(options, args[split + 1 :]), Path(options.out)
     _check_same_flags(jobs, out)
     with _locked(out) as lock:
-        return Sweep(jobs, out, options.workers or len(_usable_cores()), lock).execute()
+        return Sweep(jobs, out, options.workers or len(usable_cores()), lock).execute()
 
 
 def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
@@ -180,7 +178,7 @@ class Sweep:
 
     def __init__(self, jobs: list[Job], out: Path, workers: int, lock: IO) -> None:
         self.jobs, self.out, self.workers, self.lock = jobs, out, workers, lock
-        self.commit = _describe_commit()
+        self.commit = describe_commit()
         self.display = Display()
         self.waiting = deque(Run(job, out) for job in jobs if not self._result_path(job).exists())
         self.running: dict[int, Run] = {}
@@ -215,7 +213,7 @@ class Sweep:
             time.sleep(POLL_SECONDS)
 
     def _start_runs(self) -> None:
-        cores = _usable_cores()
+        cores = usable_cores()
         for worker in range(self.workers):
             if worker not in self.running and self.waiting:
                 run = self.waiting.popleft()
@@ -287,7 +285,7 @@ class Run:
         self.tries += 1
         self._started = time.monotonic()
         self._write_state(self.seconds)
-        with self.output.open("a") as output, _on_core(core):
+        with self.output.open("a") as output, on_cores(None if core is None else {core}):
             self.process = subprocess.Popen(
                 self._command(),
                 env=environment,
@@ -401,25 +399,6 @@ def read_latest(metrics: Path, size: int = 4096) -> tuple[int, dict[str, float]]
     return int(rows[-1][0]) if rows else 0, {row[2]: float(row[3]) for row in rows}
 
 
-def _usable_cores() -> list[int | None]:
-    """Return the cores this process may use; [None] where the system does not tell."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None]
-
-
-@contextlib.contextmanager
-def _on_core(core: int | None) -> Generator[None, None, None]:
-    """Start processes on a core from their first instruction on: children inherit affinity."""
-    if core is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def _child_environment(workers: int) -> dict[str, str]:
     """One thread for XLA, and a share of a GPU's memory, unless the user has set them."""
     defaults = {"NPROC": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
@@ -457,23 +436,9 @@ def _summary(name: str, result: Result) -> str:
     )
 
 
-def _describe_commit() -> str:
-    """Return git's short hash, marked if the code that runs differs from it."""
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    try:
-        head = git(["git", "rev-parse", "--short", "HEAD"])
-        changed = git(["git", "diff", "--quiet", "HEAD", "--", "algos", "common"])
-    except FileNotFoundError:
-        return "unknown"
-    return head.stdout.strip() + "-dirty" * bool(changed.returncode) or "unknown"
-
-
 def _describe_machine(device: str) -> str:
     """Return CPU model and number of cores, and the device if JAX computed on another one."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().split("\n") if info.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    cpu = f"{next(models, platform.machine())}, {os.cpu_count()} cores"
+    cpu = f"{cpu_model()}, {os.cpu_count()} cores"
     return cpu if device == "cpu" else f"{cpu}, {device}"
 
 

@@ -14,7 +14,6 @@ speed drifts slows all of them alike; quote the ratios. Compilation is left out.
     plain     `python algos/dqn.py` as a user starts it, from its own log (with all cores allowed)
 """
 
-import csv
 import json
 import os
 import platform
@@ -31,7 +30,9 @@ from typing import Any
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+from common.logger import read_metrics
+from machine import ROOT, cpu_model, describe_commit, on_cores
+
 RESULTS = ROOT / "benchmarks" / "results"
 Measure = Callable[[int], None]
 
@@ -83,12 +84,8 @@ def run_worker(options: Options, cores: set[int]) -> dict[str, float]:
     command += ["--seconds", str(options.seconds)]
     command += ["--num-envs", *map(str, options.num_envs)]
     environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
+    with on_cores(cores):
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    finally:
-        os.sched_setaffinity(0, before)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -106,20 +103,16 @@ def run_plain(options: Options, cores: list[int]) -> dict[str, float]:
 def logged_rate(num_envs: int, cores: set[int]) -> float:
     """Return the median SPS in metrics.csv of a run of 300,000 steps, the first third left out."""
     environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
-    before = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "algos" / "dqn.py"), "--runs-dir", folder]
         command += ["--num-envs", str(num_envs), "--total-timesteps", "304000"]
         command += ["--eval-frequency", "0", "--checkpoint-frequency", "0"]
-        os.sched_setaffinity(0, cores)
-        try:
+        with on_cores(cores):
             subprocess.run(command, capture_output=True, env=environment, check=True)
-        finally:
-            os.sched_setaffinity(0, before)
         (metrics,) = Path(folder).glob("*/metrics.csv")
-        rows = list(csv.DictReader(metrics.open()))
-    late = [row for row in rows if row["name"] == "charts/SPS" and int(row["step"]) > 100_000]
-    return statistics.median(float(row["value"]) for row in late)
+        rows = read_metrics(metrics)
+    rates = [rate for step, _, name, rate in rows if name == "charts/SPS" and step > 100_000]
+    return statistics.median(rates)
 
 
 def measure_all(options: Options) -> dict[str, float]:
@@ -314,20 +307,12 @@ def describe_machine() -> dict[str, Any]:
     """Return what a reader needs to place the figures."""
     import jax
 
-    models = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
     return {
-        "cpu": models[0] if models else platform.processor(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": describe_commit(),
         "command": "python " + " ".join(["benchmarks/throughput.py", *sys.argv[1:]]),
     }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from common.envs import make_env
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.logger import ends_log_point
 
 Call = Callable[[Any], Generator[dict, None, None]]
@@ -163,7 +163,7 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        say(f"warning: checkpoint not written ({_one_line(error)}); the earlier ones are intact")
+        say(f"warning: checkpoint not written ({_brief(error)}); the earlier ones are intact")
 
 
 def _save_at_end(folder: Path, keep: int, trainer: Any, episode_return: float | None) -> None:
@@ -172,7 +172,7 @@ def _save_at_end(folder: Path, keep: int, trainer: Any, episode_return: float | 
     except Exception as error:
         where = _rescue(folder, trainer, episode_return)
         raise UserError(
-            f"the last checkpoint could not be written ({_one_line(error)}); {where}"
+            f"the last checkpoint could not be written ({_brief(error)}); {where}"
         ) from error
 
 
@@ -185,7 +185,7 @@ def _rescue(folder: Path, trainer: Any, episode_return: float | None) -> str:
     except Exception as error:
         if temporary != Path(tempfile.gettempdir()):
             shutil.rmtree(temporary, ignore_errors=True)
-        return f"nor in {temporary} ({_one_line(error)}); free space and go on with --resume"
+        return f"nor in {temporary} ({_brief(error)}); free space and go on with --resume"
     return (
         f"it was saved as {temporary / str(int(trainer.state.step))} instead; free space, move "
         f"it into {folder} and go on with --resume"
@@ -196,8 +196,8 @@ def _is_lost(state: Any) -> bool:
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, Array))
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
 def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
@@ -248,7 +248,7 @@ def restore_state(
         try:
             return Checkpoints(folder).restore(candidate, like), candidate
         except Exception as error:
-            problem = problem or _one_line(error)
+            problem = problem or _brief(error)
             say(f"warning: checkpoint {candidate} of {folder.parent} cannot be read")
     raise UserError(
         f"no checkpoint of {folder.parent} can be restored into this algorithm and configuration "

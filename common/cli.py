@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from common.errors import UserError
+from common.config import flag_of
+from common.errors import UserError, one_line
 
 ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
 
@@ -92,7 +93,7 @@ def exit_codes(debug: bool) -> Generator[None, None, None]:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", one_line(error), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
@@ -303,7 +304,7 @@ def _flag_hints(root: Any) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for name, hint in get_type_hints(root).items():
         nested = dataclasses.is_dataclass(hint)
-        hints |= _flag_hints(hint) if nested else {"--" + name.replace("_", "-"): hint}
+        hints |= _flag_hints(hint) if nested else {flag_of(name): hint}
     return hints
 
 
@@ -327,11 +328,7 @@ def _bad_value(box: str, hints: dict[str, Any], args: Sequence[str]) -> str:
 def _check_run_options(run: RunOptions) -> None:
     for name in ("eval_frequency", "checkpoint_frequency"):
         if getattr(run, name) < 0:
-            raise UserError(
-                f"--{name.replace('_', '-')} must be 0 or more, got {getattr(run, name)}"
-            )
+            raise UserError(f"{flag_of(name)} must be 0 or more, got {getattr(run, name)}")
     for name in ("eval_episodes", "keep_checkpoints"):
         if getattr(run, name) < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} must be 1 or more, got {getattr(run, name)}"
-            )
+            raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(run, name)}")

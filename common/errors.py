@@ -7,3 +7,8 @@ class UserError(ValueError):
     Its text is a single line that names the value, what is accepted and what to do next. The
     command line prints that line and exits with code 2; `--debug` shows the traceback as well.
     """
+
+
+def one_line(error: Exception) -> str:
+    """Return an exception's text without its line breaks."""
+    return " ".join(str(error).split())

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from common.cli import LoggingOptions
 from common.envs import EpisodeSummary
+from common.errors import one_line
 
 COUNTS = ("updates", "target_updates")
 
@@ -113,8 +114,8 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        text = " ".join(str(error).split())
-        say(f"warning: a log is given up, training goes on ({type(error).__name__}: {text})")
+        text = f"{type(error).__name__}: {one_line(error)}"
+        say(f"warning: a log is given up, training goes on ({text})")
 
 
 class CsvSink:

@@ -21,8 +21,9 @@ from rich.panel import Panel
 
 from common import cli, threads
 from common.checkpoint import checkpointer, resume
+from common.config import flag_of
 from common.envs import resolve_backend
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.evaluator import evaluator
 from common.logger import (
     ConsoleSink,
@@ -230,7 +231,7 @@ class _Run:
             save_video(self.config, trainer.agent.predict, trainer.state.learner, path)
         except Exception as error:
             # Rendering may lack a display or a package; the training is done all the same.
-            return f"no video: {' '.join(str(error).split())}"
+            return f"no video: {one_line(error)}"
         return f"video: {path}"
 
 
@@ -343,7 +344,7 @@ def _check_resume(folder: Path, config: Any) -> None:
         before = tuple(before) if isinstance(before, list) else before
         if name != "total_timesteps" and before != value:
             raise UserError(
-                f"--{name.replace('_', '-')} {value} differs from {before} in {folder}; a resumed "
+                f"{flag_of(name)} {value} differs from {before} in {folder}; a resumed "
                 "run may only change --total-timesteps, logging and run options"
             )
 

@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 from jax import Array
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 ACTION_OUT_OF_RANGE, NOT_FINITE, HOST_FAILURE = 1, 2, 3
 
@@ -253,7 +253,7 @@ def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
 
 def describe_failure(failure: Exception) -> str:
     """Return one line about an exception that an environment raised."""
-    text = " ".join(str(failure).split()) or "no message"
+    text = one_line(failure) or "no message"
     if isinstance(failure, UserError):
         return text
     return (

@@ -13,7 +13,7 @@ from jax import Array
 
 from common.envs.env import BackendStep
 from common.envs.host import HostStep
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 CHEAP_FAMILIES = ("classic_control", "toy_text", "box2d", "minigrid")
 
@@ -49,7 +49,7 @@ _OURS = {"num_envs", "batch_size", "seed", "env_seed", "base_path", "gym_reset_r
 
 def _refusal(env_id: str, kwargs: dict[str, Any], error: Exception) -> str:
     if not kwargs or isinstance(error, ImportError):
-        return f"envpool could not make {env_id}: {' '.join(str(error).split())}"
+        return f"envpool could not make {env_id}: {one_line(error)}"
     module, spec, _ = envpool.registration.registry.specs[env_id]
     accepted = set(getattr(importlib.import_module(module), spec).gen_config._fields) - _OURS
     return (

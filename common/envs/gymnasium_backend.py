@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from common.envs.env import sub_spaces
 from common.envs.host import HostStep
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 
 class _Checked(gym.Wrapper):
@@ -66,9 +66,8 @@ class GymnasiumStepper:
                 [make_one] * len(seeds), autoreset_mode=AutoresetMode.NEXT_STEP
             )
         except Exception as error:
-            text = " ".join(str(error).split())
             raise UserError(
-                f"could not make {env_id} with the options {kwargs or 'none'}: {text}; "
+                f"could not make {env_id} with the options {kwargs or 'none'}: {one_line(error)}; "
                 "check --env-kwargs and what the environment needs installed"
             ) from error
         self.seeds = seeds

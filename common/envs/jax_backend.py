@@ -9,7 +9,7 @@ from gymnasium import spaces
 from jax import Array
 
 from common.envs.env import BackendStep
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 
 class JaxStep(NamedTuple):
@@ -120,9 +120,9 @@ class GymnaxEnv:
             self.env, params = gymnax.make(env_id, **options)
             self.params = params.replace(**{k: _number(kwargs[k]) for k in names & set(kwargs)})
         except Exception as error:
-            text = " ".join(str(error).split())
             raise UserError(
-                f"gymnax could not make {env_id} with the options {kwargs or 'none'}: {text}; "
+                f"gymnax could not make {env_id} with the options {kwargs or 'none'}: "
+                f"{one_line(error)}; "
                 f"--env-kwargs accepts {', '.join(sorted(names)) or 'none'}"
             ) from error
         to_gym = gymnax_spaces.gymnax_space_to_gym_space
