@@ -216,7 +216,7 @@ class Trainer:
             config.buffer_size, config.num_envs, config.gamma, config.n_step, config.frame_stack
         )
         self.evaluator = Evaluator(config, self.agent.predict)
-        self.state = self._init_state()
+        self.state = self._init_state(jax.random.key(config.seed))
         self._run = jax.jit(self._run_iterations, donate_argnums=0)
 
     def __call__(self) -> Generator[dict, None, None]:
@@ -225,13 +225,10 @@ class Trainer:
         try:
             while (step := int(self.state.step)) < config.total_timesteps:
                 num_steps = min(config.log_frequency, config.total_timesteps - step)
-                start_time = time.perf_counter()
+                start = step, time.perf_counter()
                 self.state, metrics = self._run(self.state, -(-num_steps // config.num_envs))
-                self.env.check(self.state.env)
-                new_step = int(self.state.step)
-                rate = (new_step - step) / (time.perf_counter() - start_time)
-                logs = {"charts/SPS": rate, "charts/epsilon": self.agent.epsilon(new_step)}
-                yield from log_points(new_step, logs, self.state.env.summary, metrics)
+                logs = {"charts/epsilon": self.agent.epsilon(self.state.step)}
+                yield from log_points(self.env, self.state, start, logs, metrics)
         finally:
             self.env.close()
 
@@ -239,8 +236,8 @@ class Trainer:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 
-    def _init_state(self) -> TrainState:
-        learner_key, env_key, key = jax.random.split(jax.random.key(self.config.seed), 3)
+    def _init_state(self, key: Array) -> TrainState:
+        learner_key, env_key, key = jax.random.split(key, 3)
         learner, env = self.algorithm.init(learner_key), self.env.reset(env_key)
         step = jnp.zeros((), jnp.int32)
         action, extras = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
@@ -251,7 +248,7 @@ class Trainer:
         config = self.config
 
         def goes_on(carry: tuple) -> Array:
-            return (carry[0] < num_iterations) & (carry[1].env.fault == 0)
+            return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)
 
         def iterate(carry: tuple) -> tuple:
             iteration, state, metrics = carry

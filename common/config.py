@@ -17,10 +17,17 @@ POSITIVE = {
     "batch_size",
     "train_frequency",
     "learning_rate",
+    "num_steps",
+    "update_epochs",
+    "num_minibatches",
+    "clip_coef",
+    "max_grad_norm",
+    "target_kl",
 }
-NOT_NEGATIVE = {"seed", "learning_starts"}
+NOT_NEGATIVE = {"seed", "learning_starts", "entropy_coef", "value_coef"}
 UNIT_INTERVAL = {
     "gamma",
+    "gae_lambda",
     "tau",
     "start_epsilon",
     "end_epsilon",
@@ -40,9 +47,13 @@ def check_config(config: Any) -> None:
     _check_total(config.total_timesteps, config.num_envs)
     if hasattr(config, "buffer_size"):
         _check_replay(config)
+    if hasattr(config, "num_steps"):
+        _check_rollout(config)
 
 
 def _check_field(name: str, value: Any, default: Any) -> None:
+    if value is None and default is None:
+        return
     flag = flag_of(name)
     whole = isinstance(default, int)
     if name in POSITIVE | NOT_NEGATIVE | UNIT_INTERVAL:
@@ -82,6 +93,21 @@ def _check_replay(config: Any) -> None:
             f"--learning-starts {config.learning_starts} comes before the buffer holds a complete "
             f"transition; with --num-envs {config.num_envs} and --n-step {config.n_step} use at "
             f"least {least}"
+        )
+
+
+def _check_rollout(config: Any) -> None:
+    size = config.num_envs * config.num_steps
+    rollout = f"a rollout of --num-envs {config.num_envs} times --num-steps {config.num_steps}"
+    if config.total_timesteps < size:
+        raise UserError(
+            f"--total-timesteps {config.total_timesteps} is less than {rollout} = {size}; use at "
+            f"least {size}, or shorter rollouts"
+        )
+    if size % getattr(config, "num_minibatches", 1):
+        raise UserError(
+            f"--num-minibatches {config.num_minibatches} does not divide {rollout} = {size}; use a "
+            "divisor of it"
         )
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.cli import LoggingOptions
-from common.envs import EpisodeSummary
+from common.envs import Env
 from common.errors import one_line
 
 COUNTS = ("updates", "target_updates")
@@ -26,20 +26,28 @@ Call = Callable[[Any], Generator[dict, None, None]]
 
 
 def log_points(
-    step: int, logs: dict[str, Any], summary: EpisodeSummary, sums: dict[str, Any]
+    env: Env, state: Any, start: tuple[int, float], logs: dict[str, Any], sums: dict[str, Any]
 ) -> Generator[dict, None, None]:
     """Yield the log_data of one log point: "collect", and last "train".
 
     Args:
-        step: env steps done.
-        logs: what "collect" shows besides the mean raw return and length of the games finished
-            since the last log point.
-        summary: those games.
+        env: the environments, which are checked first.
+        state: the TrainState at the log point.
+        start: the env steps and `time.perf_counter()` at the log point before.
+        logs: what "collect" shows besides env steps a second, and the mean raw return and length of
+            the games finished since then.
         sums: metrics added up over the updates since then; "updates" and "target_updates" are
             counts, all others are shown as losses/NAME, the mean of an update.
+
+    Raises:
+        UserError: an environment failed.
     """
-    episodes, return_sum, length_sum = (float(x) for x in jax.device_get(summary))
-    logs = {name: float(value) for name, value in logs.items()} | {"charts/episodes": episodes}
+    env.check(state.env)
+    step = int(state.step)
+    rate = (step - start[0]) / (time.perf_counter() - start[1])
+    episodes, return_sum, length_sum = (float(x) for x in jax.device_get(state.env.summary))
+    logs = {name: float(value) for name, value in logs.items()}
+    logs |= {"charts/SPS": rate, "charts/episodes": episodes}
     if episodes:
         logs["charts/episodic_return"] = return_sum / episodes
         logs["charts/episodic_length"] = length_sum / episodes

@@ -9,7 +9,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from gymnasium import spaces
 
-from common.envs.env import Env, EnvState, EpisodeSummary, TimeStep, sub_spaces
+from common.envs.env import (
+    Env,
+    EnvState,
+    EpisodeSummary,
+    TimeStep,
+    scale_action,
+    sub_spaces,
+)
 from common.errors import UserError
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "make_env",
     "require_action_space",
     "resolve_backend",
+    "scale_action",
 ]
 
 EnvBackend = Literal["auto", "envpool", "gymnasium", "jax"]
@@ -188,11 +196,19 @@ def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
         )
 
 
-def require_action_space(algo: str, env: Env, kind: type[spaces.Space]) -> None:
-    """Raise a UserError if the action space of `env` is not of the kind that `algo` needs."""
-    if not isinstance(env.action_space, kind):
-        env.close()
-        raise UserError(
-            f"{algo} needs a {kind.__name__} action space, {env.env_id} has {env.action_space}; "
-            "choose an environment or an algorithm that fits"
-        )
+def require_action_space(algo: str, env: Env, *kinds: type[spaces.Space]) -> None:
+    """Raise a UserError if the action space of `env` is not of a kind that `algo` takes."""
+    space = env.action_space
+    if isinstance(space, kinds) and not _is_integer_box(space):
+        return
+    env.close()
+    names = [kind.__name__ for kind in kinds]
+    accepted = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    raise UserError(
+        f"{algo} needs a {accepted} action space, {env.env_id} has {space}; "
+        "choose an environment or an algorithm that fits"
+    )
+
+
+def _is_integer_box(space: spaces.Space) -> bool:
+    return isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating)

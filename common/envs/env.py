@@ -158,6 +158,10 @@ class Env:
         """Start a new logging interval."""
         return state._replace(summary=_empty_summary())
 
+    def is_sound(self, state: EnvState) -> Array:
+        """Return whether nothing went wrong so far: a condition for loops inside the program."""
+        return state.fault == 0
+
     def check(self, state: EnvState) -> None:
         """Raise what went wrong inside the compiled loop.
 
@@ -249,6 +253,24 @@ def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
         f"unsupported space {space}; accepted are Box, Discrete, MultiDiscrete, and Dict and Tuple "
         "of these; wrap the environment to convert it"
     )
+
+
+def scale_action(space: Any, action: Array) -> Array:
+    """Turn what a policy returns [N, actions] into actions of the environment [N, *action].
+
+    In a Box, -1 and 1 stand for the bounds, and beyond them the action is clipped; a dimension
+    without two finite bounds is left as it is. Discrete actions only change their shape.
+    """
+    action = action.reshape(len(action), *(space.shape or ()))  # [N, *action]
+    if not isinstance(space, spaces.Box):
+        return action
+    low, high = action_bounds(space)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    center, half = (
+        np.where(bounded, (low + high) / 2, 0.0),
+        np.where(bounded, (high - low) / 2, 1.0),
+    )
+    return jnp.clip(center.astype(np.float32) + half.astype(np.float32) * action, low, high)
 
 
 def describe_failure(failure: Exception) -> str:

@@ -1,0 +1,183 @@
+"""Action distributions: parameters as NamedTuples, and the functions of them that papers write.
+
+Log-probabilities and entropies are in nats and sum over the dimensions of an action; `action` has
+the shape [..., *action] that `sample` returns.
+"""
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+from jax import Array
+
+HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
+
+
+class Distribution(Protocol):
+    """What the distributions of this module have in common."""
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action."""
+
+    def mode(self) -> Array:
+        """Return the most likely action."""
+
+    def log_prob(self, action: Array) -> Array:
+        """Return the log-probability or log-density of an action [...]."""
+
+    def entropy(self) -> Array:
+        """Return the entropy [...]."""
+
+
+class Categorical(NamedTuple):
+    """One of A actions, with probabilities softmax(logits)."""
+
+    logits: Array  # [..., A]
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action [...] int32 (the Gumbel-max trick)."""
+        return jax.random.categorical(key, self.logits)
+
+    def mode(self) -> Array:
+        """Return the most likely action [...]."""
+        return self.logits.argmax(axis=-1)
+
+    def log_prob(self, action: Array) -> Array:
+        """Log π(a) [...]."""
+        log_probs = jax.nn.log_softmax(self.logits)  # [..., A]
+        return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+
+    def entropy(self) -> Array:
+        """-Σ_a π(a) log π(a) [...]; an action of probability 0 adds nothing."""
+        log_probs = jax.nn.log_softmax(self.logits)  # [..., A]
+        probs = jnp.exp(log_probs)
+        return -jnp.where(probs > 0, probs * log_probs, 0.0).sum(axis=-1)
+
+
+class MultiCategorical(NamedTuple):
+    """Several independent choices at once, for MultiDiscrete actions."""
+
+    parts: tuple[Categorical, ...]  # one [..., n_i] for each choice
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action [..., choices] int32."""
+        keys = jax.random.split(key, len(self.parts))
+        return jnp.stack([p.sample(k) for p, k in zip(self.parts, keys, strict=True)], axis=-1)
+
+    def mode(self) -> Array:
+        """Return the most likely action [..., choices]."""
+        return jnp.stack([part.mode() for part in self.parts], axis=-1)
+
+    def log_prob(self, action: Array) -> Array:
+        """Σ_i log π_i(a_i) [...]."""
+        return sum_of(part.log_prob(action[..., i]) for i, part in enumerate(self.parts))
+
+    def entropy(self) -> Array:
+        """Σ_i H(π_i) [...]."""
+        return sum_of(part.entropy() for part in self.parts)
+
+
+def sum_of(terms: Any) -> Array:
+    """Return the sum of a few arrays of one shape."""
+    return jnp.stack(list(terms)).sum(axis=0)
+
+
+class Normal(NamedTuple):
+    """Independent normal distributions for the dimensions of a vector."""
+
+    mean: Array  # [..., D]
+    log_std: Array  # [..., D] or [D]
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action [..., D]."""
+        return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
+
+    def mode(self) -> Array:
+        """Return the mean [..., D]."""
+        return self.mean
+
+    def log_prob(self, action: Array) -> Array:
+        """Log-density [...]."""
+        z = (action - self.mean) * jnp.exp(-self.log_std)  # [..., D]
+        return -(0.5 * z**2 + self.log_std + HALF_LOG_2_PI).sum(axis=-1)
+
+    def entropy(self) -> Array:
+        """Σ_d (log σ_d + ½ log 2πe) [...]."""
+        log_std = jnp.broadcast_to(self.log_std, self.mean.shape)  # [..., D]
+        return (log_std + HALF_LOG_2_PI + 0.5).sum(axis=-1)
+
+
+class TanhNormal(NamedTuple):
+    """a = tanh(u), u ~ Normal(mean, std): actions between -1 and 1.
+
+    log π(a) = log N(u) - Σ_d log(1 - tanh²(u_d)) (Haarnoja et al. 2018, appendix C), the slope
+    written as 2 (log 2 - u - softplus(-2u)), which stays exact where tanh(u) rounds to ±1.
+    """
+
+    mean: Array  # [..., D]
+    log_std: Array  # [..., D] or [D]
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action [..., D]."""
+        return jnp.tanh(Normal(*self).sample(key))
+
+    def sample_and_log_prob(self, key: Array) -> tuple[Array, Array]:
+        """Draw an action [..., D] with its log-density [...], exact however close to the bounds."""
+        unbounded = Normal(*self).sample(key)  # [..., D]
+        return jnp.tanh(unbounded), self._log_prob(unbounded)
+
+    def mode(self) -> Array:
+        """Return tanh(mean) [..., D], the image of the most likely u."""
+        return jnp.tanh(self.mean)
+
+    def log_prob(self, action: Array) -> Array:
+        """Log-density [...]; actions at a bound count as the closest float inside it."""
+        inside = 1 - np.finfo(np.float32).epsneg
+        return self._log_prob(jnp.arctanh(jnp.clip(action, -inside, inside)))
+
+    def entropy(self) -> Array:
+        """H(N) + E[Σ_d log(1 - tanh²(u_d))] [...], its expectation by Gauss-Hermite quadrature."""
+        nodes, weights = np.polynomial.hermite_e.hermegauss(32)
+        std = jnp.exp(self.log_std)
+        u = self.mean[..., None] + std[..., None] * nodes.astype(np.float32)  # [..., D, 32]
+        weight = (weights / weights.sum()).astype(np.float32)
+        return Normal(*self).entropy() + (_log_tanh_slope(u) * weight).sum(axis=(-2, -1))
+
+    def _log_prob(self, unbounded: Array) -> Array:
+        return Normal(*self).log_prob(unbounded) - _log_tanh_slope(unbounded).sum(axis=-1)
+
+
+def _log_tanh_slope(u: Array) -> Array:
+    """log(1 - tanh²(u)) without cancellation."""
+    return 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
+
+
+def is_continuous(space: Any) -> bool:
+    """Return whether actions are real vectors."""
+    return isinstance(space, spaces.Box)
+
+
+def num_outputs(space: Any) -> int:
+    """Return how many network outputs the policy of an action space needs."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return int(space.nvec.sum())
+    return math.prod(space.shape)
+
+
+def policy_distribution(space: Any, outputs: Array, log_std: Array) -> Distribution:
+    """Return the distribution that network outputs [..., num_outputs] stand for.
+
+    Discrete: logits. MultiDiscrete: the logits of every choice in turn. Box: the mean of a normal
+    distribution with standard deviation exp(log_std), of which the other two make no use.
+    """
+    if isinstance(space, spaces.Discrete):
+        return Categorical(outputs)
+    if isinstance(space, spaces.MultiDiscrete):
+        ends = np.cumsum(space.nvec.ravel())[:-1]
+        return MultiCategorical(tuple(map(Categorical, jnp.split(outputs, ends, axis=-1))))
+    return Normal(outputs, log_std)
