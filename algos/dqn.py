@@ -8,7 +8,6 @@ Mnih et al. 2015, https://doi.org/10.1038/nature14236      Docs: docs/algorithms
     a    = argmax_a Q(s, a; θ), or uniform with probability ε  epsilon_greedy
 """
 
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from jax import Array, lax
 from common.config import check_config
 from common.envs import EnvBackend, EnvState, make_env, require_action_space
 from common.evaluator import Evaluator
-from common.logger import log_points
+from common.logger import log_intervals, log_points
 from common.networks import MLP, Encoder
 from common.replay import Batch, Replay, ReplayState, Transition
 from common.runner import run
@@ -36,50 +35,28 @@ from common.schedules import count_events
 class Config:
     """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
 
-    env_id: str = "CartPole-v1"
-    """environment: an envpool or Gymnasium id, or gymnax/ID or pgx/ID"""
-    env_backend: EnvBackend = "auto"
-    """who steps it; auto takes envpool where it knows the id, else Gymnasium"""
-    env_module: str | None = None
-    """Python module to import first, which registers your own environment"""
-    env_kwargs: tuple[str, ...] = ()
-    """options of the environment, as KEY=VALUE KEY=VALUE ..."""
-    num_envs: int = 8
-    """environments stepped in parallel"""
-    seed: int = 1
-    """seed of networks, exploration, sampling and environments"""
-    total_timesteps: int = 500_000
-    """env steps of the whole run, over all environments; a multiple of num_envs"""
-    log_frequency: int = 10_000
-    """env steps between two log points"""
-    learning_rate: float = 2.5e-4
-    """step size of Adam"""
-    buffer_size: int = 10_000
-    """transitions in the replay buffer, over all environments"""
-    gamma: float = 0.99
-    """discount of one step"""
-    n_step: int = 1
-    """steps of reward in a target before it bootstraps; 1 is the paper's"""
-    frame_stack: int = 1
-    """frames that the environment stacks in an observation; the buffer then stores single frames"""
-    tau: float = 1.0
-    """share of the online network in a target update; 1 copies it, as the paper does"""
-    target_network_frequency: int = 500
-    """env steps between two target updates"""
-    batch_size: int = 128
-    """transitions in a minibatch"""
-    start_epsilon: float = 1.0
-    """exploration rate at the first step"""
-    end_epsilon: float = 0.05
-    """exploration rate after exploration_fraction of the run"""
-    exploration_fraction: float = 0.5
-    """share of total_timesteps over which the exploration rate falls linearly"""
-    evaluation_epsilon: float = 0.0
-    """exploration rate in evaluation; the paper uses 0.05"""
-    learning_starts: int = 10_000
-    """env steps before the first update"""
-    train_frequency: int = 10
-    """env steps between two updates"""
+    env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
+    env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
+    env_module: str | None = None  # module to import first, to register your environment
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
+    num_envs: int = 8  # environments stepped in parallel
+    seed: int = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: int = 500_000  # env steps over all environments; a multiple of num_envs
+    log_frequency: int = 10_000  # env steps between two log points
+    learning_rate: float = 2.5e-4  # step size of Adam
+    buffer_size: int = 10_000  # transitions in the replay buffer, over all environments
+    gamma: float = 0.99  # discount of one step
+    n_step: int = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    frame_stack: int = 1  # frames in an observation; the buffer stores single ones
+    tau: float = 1.0  # share of θ in a target update; 1 copies it, as in the paper
+    target_network_frequency: int = 500  # env steps between two target updates
+    batch_size: int = 128  # transitions in a minibatch
+    start_epsilon: float = 1.0  # ε, the exploration rate, at the first step
+    end_epsilon: float = 0.05  # ε after exploration_fraction of the run
+    exploration_fraction: float = 0.5  # share of the run over which ε falls linearly
+    evaluation_epsilon: float = 0.0  # ε in evaluation; the paper uses 0.05
+    learning_starts: int = 10_000  # env steps before the first update
+    train_frequency: int = 10  # env steps between two updates
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -221,12 +198,10 @@ class Trainer:
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
-        config = self.config
         try:
-            while (step := int(self.state.step)) < config.total_timesteps:
-                num_steps = min(config.log_frequency, config.total_timesteps - step)
-                start = step, time.perf_counter()
-                self.state, metrics = self._run(self.state, -(-num_steps // config.num_envs))
+            for start, num_steps in log_intervals(self):
+                num_iterations = -(-num_steps // self.config.num_envs)
+                self.state, metrics = self._run(self.state, num_iterations)
                 logs = {"charts/epsilon": self.agent.epsilon(self.state.step)}
                 yield from log_points(self.env, self.state, start, logs, metrics)
         finally:

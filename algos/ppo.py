@@ -11,8 +11,6 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347      Docs: docs/algorithm
     L   = L_π + c_V L_V - c_H E[H(π)]                              loss_fn
 """
 
-import math
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +25,14 @@ from gymnasium import spaces
 from jax import Array, lax
 
 from common.config import check_config
-from common.distributions import Distribution, is_continuous, num_outputs, policy_distribution
+from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.evaluator import Evaluator
-from common.logger import log_points
+from common.logger import log_intervals, log_points
 from common.networks import MLP, Encoder
-from common.normalize import Normalizer, NormalizerState
+from common.normalize import Normalizer, NormalizerState, standardize
 from common.replay import Transition
-from common.rollout import Batch, collect_rollout, shuffled_rows
+from common.rollout import Batch, collect_rollout, learn_minibatches, shuffled_rows
 from common.runner import run
 from common.schedules import annealed_learning_rate
 from common.targets import gae
@@ -44,54 +42,30 @@ from common.targets import gae
 class Config:
     """Hyper-parameters; the defaults are CleanRL's for CartPole-v1."""
 
-    env_id: str = "CartPole-v1"
-    """environment: an envpool or Gymnasium id, or gymnax/ID or pgx/ID"""
-    env_backend: EnvBackend = "auto"
-    """who steps it; auto takes envpool where it knows the id, else Gymnasium"""
-    env_module: str | None = None
-    """Python module to import first, which registers your own environment"""
-    env_kwargs: tuple[str, ...] = ()
-    """options of the environment, as KEY=VALUE KEY=VALUE ..."""
-    num_envs: int = 4
-    """environments stepped in parallel"""
-    seed: int = 1
-    """seed of networks, exploration, minibatches and environments"""
-    total_timesteps: int = 500_000
-    """env steps of the whole run, over all environments; a multiple of num_envs"""
-    log_frequency: int = 10_000
-    """env steps between two log points, rounded up to whole rollouts"""
-    learning_rate: float = 2.5e-4
-    """step size of Adam at the start"""
-    anneal_lr: bool = True
-    """let the step size fall linearly to 0 over the run"""
-    num_steps: int = 128
-    """steps of each environment in a rollout"""
-    gamma: float = 0.99
-    """discount of one step"""
-    gae_lambda: float = 0.95
-    """λ of the advantages: 0 trusts the value of the next step, 1 the rewards of the episode"""
-    update_epochs: int = 4
-    """passes over a rollout"""
-    num_minibatches: int = 4
-    """minibatches in a pass"""
-    normalize_advantages: bool = True
-    """give the advantages of a minibatch mean 0 and deviation 1"""
-    clip_coef: float = 0.2
-    """ε: how far the probability ratio may move before its gradient stops"""
-    clip_value_loss: bool = True
-    """clip the value likewise, which the paper does not do"""
-    entropy_coef: float = 0.01
-    """c_H: weight of the entropy bonus"""
-    value_coef: float = 0.5
-    """c_V: weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """longest gradient; longer ones are scaled down to it"""
-    target_kl: float | None = None
-    """leave a rollout once the policy of a minibatch moved by more than this KL divergence"""
-    normalize_obs: bool = False
-    """scale observations by their running mean and deviation"""
-    normalize_reward: bool = False
-    """scale rewards by the running deviation of the discounted return"""
+    env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
+    env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
+    env_module: str | None = None  # module to import first, to register your environment
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
+    num_envs: int = 4  # environments stepped in parallel
+    seed: int = 1  # seed of networks, exploration, minibatches and environments
+    total_timesteps: int = 500_000  # env steps over all environments; a multiple of num_envs
+    log_frequency: int = 10_000  # env steps between two log points, rounded up to whole rollouts
+    learning_rate: float = 2.5e-4  # step size of Adam at the start
+    anneal_lr: bool = True  # let the step size fall linearly to 0 over the run
+    num_steps: int = 128  # steps of each environment in a rollout
+    gamma: float = 0.99  # discount of one step
+    gae_lambda: float = 0.95  # λ: 0 trusts the next value, 1 the rewards of the episode
+    update_epochs: int = 4  # passes over a rollout
+    num_minibatches: int = 4  # minibatches in a pass
+    normalize_advantages: bool = True  # give the advantages of a minibatch mean 0 and deviation 1
+    clip_coef: float = 0.2  # ε: how far the probability ratio may move before its gradient stops
+    clip_value_loss: bool = True  # clip the value likewise, which the paper does not do
+    entropy_coef: float = 0.01  # c_H: weight of the entropy bonus
+    value_coef: float = 0.5  # c_V: weight of the value loss
+    max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
+    target_kl: float | None = None  # leave a rollout once a minibatch shows a larger KL divergence
+    normalize_obs: bool = False  # shift and scale observations by running statistics
+    normalize_reward: bool = False  # divide rewards by the running deviation of returns
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -107,24 +81,20 @@ LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 class Model(nnx.Module):
     """Policy and value: two hidden layers each for vectors, one shared encoder for images."""
 
-    def __init__(self, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
+    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, rngs: nnx.Rngs):
         init = nnx.initializers.orthogonal
-        self.action_space = action_space
-        self.encoder = Encoder(obs_space, rngs, init(math.sqrt(2)))
+        self.encoder = Encoder(obs_space, rngs, init(2**0.5))
         sizes = (self.encoder.num_features, *(() if self.encoder.has_cnn else (64, 64)))
-        self.actor = MLP(sizes, rngs, nnx.tanh, init(math.sqrt(2)))
-        self.critic = MLP(sizes, rngs, nnx.tanh, init(math.sqrt(2)))
-        num_actions = num_outputs(action_space)
-        self.action_head = nnx.Linear(sizes[-1], num_actions, kernel_init=init(0.01), rngs=rngs)
+        self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
+        self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
+        self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
         self.value_head = nnx.Linear(sizes[-1], 1, kernel_init=init(1.0), rngs=rngs)
-        self.log_std = nnx.Param(jnp.zeros(num_actions if is_continuous(action_space) else 0))
 
     def action_and_value(self, obs: Any) -> tuple[Distribution, Array]:
         """[B, *obs] -> distribution over actions, and value [B]."""
         features = self.encoder(obs)  # [B, F]
-        outputs = self.action_head(self.actor(features))  # [B, A]
         value = self.value_head(self.critic(features))[:, 0]  # [B]
-        return policy_distribution(self.action_space, outputs, self.log_std[...]), value
+        return self.policy_head(self.actor(features)), value
 
 
 class LearnerState(NamedTuple):
@@ -156,28 +126,26 @@ class Algorithm:
         """[B, *obs] -> distribution over actions, and value [B]."""
         return self.model(params).action_and_value(obs)
 
-    def targets(self, rollout: Transition, value: Array) -> tuple[Array, Array]:
-        """Advantages Â and returns R [T, N] from the values [T + 1, N] of a rollout."""
-        ends = rollout.terminated, rollout.truncated
-        gamma, lambda_ = self.config.gamma, self.config.gae_lambda
-        advantages = gae(rollout.reward, *ends, value, gamma, lambda_)  # [T, N]
-        return advantages, advantages + value[:-1]
+    def targets(self, rollout: Transition, last_value: Array) -> Batch:
+        """Rollout [T, N] and the value [N] of what follows -> the same with Â and R = Â + V."""
+        log_prob, value = rollout.extras
+        steps = rollout.reward, rollout.terminated, rollout.truncated
+        values = jnp.concatenate([value, last_value[None]])  # [T + 1, N]
+        advantages = gae(*steps, values, self.config.gamma, self.config.gae_lambda)  # [T, N]
+        targets, weight = (advantages, advantages + value), rollout.valid.astype(jnp.float32)
+        return Batch(rollout.obs, rollout.action, log_prob, value, *targets, weight)
 
     def policy_loss(self, ratio: Array, batch: Batch) -> Array:
         """-E[min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â)] (eq. 7)."""
         advantages, epsilon = batch.advantages, self.config.clip_coef
         if self.config.normalize_advantages:
-            mean = (batch.weight * advantages).mean()
-            variance = (batch.weight * (advantages - mean) ** 2).mean()
-            advantages = (advantages - mean) / (jnp.sqrt(variance) + 1e-8)  # [B]
-        chex.assert_equal_shape([ratio, advantages, batch.weight])
+            advantages = standardize(advantages, batch.weight)
         clipped_ratio = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)  # [B]
         gain = jnp.minimum(ratio * advantages, clipped_ratio * advantages)  # [B]
         return -(batch.weight * gain).mean()
 
     def value_loss(self, value: Array, batch: Batch) -> Array:
         """½ E[(V - R)²], or the larger of this and the same of a clipped V."""
-        chex.assert_equal_shape([value, batch.value, batch.returns, batch.weight])
         error = (value - batch.returns) ** 2  # [B]
         if self.config.clip_value_loss:
             move = jnp.clip(value - batch.value, -self.config.clip_coef, self.config.clip_coef)
@@ -190,6 +158,7 @@ class Algorithm:
         distribution, value = self.predict(params, batch.obs)
         log_ratio = distribution.log_prob(batch.action) - batch.log_prob  # [B]
         ratio = jnp.exp(log_ratio)  # [B]
+        chex.assert_equal_shape([ratio, value, *batch[2:]])
         losses = {
             "policy_loss": self.policy_loss(ratio, batch),
             "value_loss": self.value_loss(value, batch),
@@ -228,25 +197,20 @@ class Agent:
         action = distribution.sample(key)  # [N, *action]
         return action, (distribution.log_prob(action), value)
 
-    def make_batch(
+    def prepare(
         self, state: LearnerState, rollout: Transition, last_obs: Any
     ) -> tuple[LearnerState, Batch]:
-        """Rollout [T, N] and the observation after it -> batch [T * N] and new statistics."""
+        """Rollout [T, N] and the obs [N] after it -> its batch [T * N], and new statistics."""
         obs, last_obs = (self.observe(state.normalizer, x) for x in (rollout.obs, last_obs))
         stats, reward = self.algorithm.normalizer.update(state.normalizer, rollout)
-        log_prob, value = rollout.extras
-        last_value = self.algorithm.predict(state.params, last_obs)[1]  # [N]
-        values = jnp.concatenate([value, last_value[None]])  # [T + 1, N]
-        targets = self.algorithm.targets(rollout._replace(reward=reward), values)
-        weight = rollout.valid.astype(jnp.float32)  # [T, N]
-        batch = Batch(obs, rollout.action, log_prob, value, *targets, weight)
+        _, last_value = self.algorithm.predict(state.params, last_obs)
+        batch = self.algorithm.targets(rollout._replace(obs=obs, reward=reward), last_value)
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         return state._replace(normalizer=stats), batch
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
         """One gradient step on a minibatch."""
-        weight = batch.weight / jnp.maximum(batch.weight.mean(), 1e-8)  # [B]
-        return self.algorithm.learn(state, batch._replace(weight=weight))
+        return self.algorithm.learn(state, batch)
 
 
 class TrainState(NamedTuple):
@@ -275,12 +239,10 @@ class Trainer:
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
-        config = self.config
+        rollout_size = self.config.num_envs * self.config.num_steps
         try:
-            while (step := int(self.state.step)) < config.total_timesteps:
-                log_step = min(step + config.log_frequency, config.total_timesteps)
-                start = step, time.perf_counter()
-                self.state, metrics = self._run(self.state, log_step)
+            for start, num_steps in log_intervals(self):
+                self.state, metrics = self._run(self.state, -(-num_steps // rollout_size))
                 yield from log_points(self.env, self.state, start, {}, metrics)
         finally:
             self.env.close()
@@ -295,28 +257,19 @@ class Trainer:
         learner = self.algorithm.init(learner_key, env.obs)
         return TrainState(learner, env, key, jnp.zeros((), jnp.int32))
 
-    def _run_iterations(self, state: TrainState, log_step: int) -> tuple[TrainState, dict]:
-        """(collect, learn) until log_step, or until an environment fails."""
+    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+        """(collect, learn) × num_iterations; total_timesteps or a failure may cut the last one."""
 
-        def goes_on(carry: tuple) -> Array:
-            return (carry[0].step < log_step) & self.env.is_sound(carry[0].env)
-
-        def iterate(carry: tuple) -> tuple:
+        def iterate(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            state, rollout, is_complete = self._run_collect(state)
+            state, rollout, is_complete = collect_rollout(self, state)
             return lax.cond(is_complete, self._run_train, lambda *x: x[:2], state, metrics, rollout)
 
         metrics = dict.fromkeys((*LOSSES, "updates"), jnp.zeros(()))
         state = state._replace(env=self.env.reset_summary(state.env))
-        return lax.while_loop(goes_on, iterate, (state, metrics))
+        return lax.fori_loop(0, num_iterations, iterate, (state, metrics))
 
-    def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition, Array]:
-        """A rollout [T, N], and whether it is complete: total_timesteps may cut the last one."""
-        config = self.config
-        steps_left = (config.total_timesteps - state.step) // config.num_envs
-        return collect_rollout(self.env, self._run_step, state, config.num_steps, steps_left)
-
-    def _run_step(self, state: TrainState) -> tuple[TrainState, Transition]:
+    def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
         """One vector step: act, step the environments."""
         key, action_key = jax.random.split(state.key)
         obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
@@ -327,28 +280,16 @@ class Trainer:
         step = state.step + self.config.num_envs
         return state._replace(env=env, key=key, step=step), transition
 
-    def _run_train(
-        self, state: TrainState, metrics: dict, rollout: Transition
-    ) -> tuple[TrainState, dict]:
-        """Passes over a rollout in shuffled minibatches; the metrics of all updates are added."""
-        config = self.config
-        learner, batch = self.agent.make_batch(state.learner, rollout, state.env.obs)
-        key, shuffle_key = jax.random.split(state.key)
+    def _run_train(self, state: TrainState, metrics: dict, rollout: Transition) -> tuple:
+        """Several passes over a rollout in minibatches; their metrics are added up."""
+        config, (key, shuffle_key) = self.config, jax.random.split(state.key)
+        learner, batch = self.agent.prepare(state.learner, rollout, state.env.obs)
         passes = config.update_epochs, config.num_minibatches, len(batch.weight)
         rows = shuffled_rows(shuffle_key, *passes)  # [updates, B]
-
-        def goes_on(carry: tuple) -> Array:
-            update, _, _, approx_kl = carry
-            return (update < len(rows)) & (approx_kl <= (config.target_kl or jnp.inf))
-
-        def run_update(carry: tuple) -> tuple:
-            update, learner, sums, _ = carry
-            learner, new = self.agent.learn(learner, jax.tree.map(lambda x: x[rows[update]], batch))
-            sums = jax.tree.map(jnp.add, sums, new | {"updates": 1.0})
-            return update + 1, learner, sums, new["approx_kl"]
-
-        carry = lax.while_loop(goes_on, run_update, (0, learner, metrics, jnp.zeros(())))
-        return state._replace(learner=carry[1], key=key), carry[2]
+        learner, metrics = learn_minibatches(
+            self.agent.learn, learner, metrics, batch, rows, config.target_kl
+        )
+        return state._replace(learner=learner, key=key), metrics
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
+from gymnasium import spaces
 
 from common.config import flag_of
 from common.errors import UserError, one_line
@@ -30,46 +31,31 @@ ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_
 class LoggingOptions:
     """Where a run's figures go."""
 
-    runs_dir: str = "runs"
-    """folder in which every run gets a folder of its own"""
-    track: bool = False
-    """log to Weights & Biases as well"""
-    wandb_project: str = "quartet"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb user or team; the account's default if not given"""
-    wandb_group: str | None = None
-    """wandb group, for example one for all seeds of a setting"""
-    wandb_tags: tuple[str, ...] = ()
-    """wandb tags"""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """offline needs no network and no account; `wandb sync` uploads later"""
-    capture_video: bool = False
-    """save a GIF of the final policy where the environment can render"""
+    runs_dir: str = "runs"  # folder in which every run gets a folder of its own
+    track: bool = False  # log to Weights & Biases as well
+    wandb_project: str = "quartet"  # wandb project
+    wandb_entity: str | None = None  # wandb user or team; the account's default if not given
+    wandb_group: str | None = None  # wandb group, for example one for all seeds of a setting
+    wandb_tags: tuple[str, ...] = ()  # wandb tags
+    wandb_mode: Literal["online", "offline"] = "online"  # offline: upload later by `wandb sync`
+    capture_video: bool = False  # save a GIF of the final policy where the environment can render
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """How a run is evaluated, saved, resumed and executed."""
 
-    preset: str = "auto"
-    """table of defaults: auto takes atari for envpool's Atari ids, else classic"""
-    config: str | None = None
-    """JSON file of defaults, such as a run's config.json; flags win"""
-    resume: str | None = None
-    """run folder to go on with; only total_timesteps, logging and run options may change"""
-    eval_frequency: int = 50_000
-    """env steps between two evaluations; 0 evaluates at the end only"""
-    eval_episodes: int = 20
-    """full episodes an evaluation"""
-    checkpoint_frequency: int = 100_000
-    """env steps between two checkpoints; 0 saves at the end only"""
-    keep_checkpoints: int = 2
-    """latest checkpoints kept; the best one is kept as well"""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """what JAX computes on; auto takes a GPU if there is one"""
-    debug: bool = False
-    """show tracebacks, and check every quantity for NaN after each step (slow)"""
+    preset: str = "auto"  # table of defaults; auto chooses by the environment
+    config: str | None = None  # JSON file of defaults, such as a run's config.json; flags win
+    resume: str | None = None  # run folder to go on with
+    eval_frequency: int = 50_000  # env steps between two evaluations; 0: at the end only
+    eval_episodes: int = 20  # full episodes an evaluation
+    checkpoint_frequency: int = 100_000  # env steps between two checkpoints; 0: at the end only
+    keep_checkpoints: int = 2  # latest checkpoints kept; the best one is kept as well
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto computes on a GPU if there is one
+    num_seeds: int = 1  # seeds trained in one program, from --seed on; JAX environments only
+    num_devices: int = 1  # devices that share the environments of one run; JAX environments only
+    debug: bool = False  # show tracebacks, and check every quantity for NaN after each step (slow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +134,7 @@ def _defaults(config_class: type, presets: dict, early: argparse.Namespace) -> d
     env_id = early.env_id or saved.get("env_id") or config_class().env_id
     preset = early.preset or saved.get("preset") or "auto"
     if preset == "auto":
-        backend = early.env_backend or saved.get("env_backend")
-        preset = "atari" if _is_atari(env_id, backend) else "classic"
+        preset = _auto_preset(env_id, early.env_backend or saved.get("env_backend"), presets)
     if preset not in presets:
         raise UserError(f"unknown --preset {preset!r}; accepted are auto, {', '.join(presets)}")
     return presets[preset] | {"preset": preset} | saved
@@ -175,14 +160,21 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
     return _read_config(path, "--resume", config_class)
 
 
-def _is_atari(env_id: str, backend: str | None) -> bool:
-    if backend in ("gymnasium", "jax") or not env_id.endswith("-v5"):
-        return False
+def _auto_preset(env_id: str, backend: str | None, presets: dict) -> str:
+    """Return atari for envpool's Atari ids, mujoco for continuous actions, else classic."""
+    name = env_id.rpartition("/")[2]
+    if "mujoco" not in presets and not name.endswith("-v5"):
+        return "classic"
     import envpool
 
     from common.envs.envpool_backend import is_atari
 
-    return env_id in envpool.list_all_envs() and is_atari(env_id)
+    if name not in envpool.list_all_envs():
+        return "classic"
+    if is_atari(name):
+        return "classic" if backend in ("gymnasium", "jax") else "atari"
+    continuous = isinstance(envpool.make_spec(name).action_space, spaces.Box)
+    return "mujoco" if continuous and "mujoco" in presets else "classic"
 
 
 def _read_json(path: Path, flag: str) -> dict[str, Any]:
@@ -264,12 +256,14 @@ def _with_defaults(options: type, defaults: dict[str, Any]) -> Any:
 
 
 def _field_docs(config_class: type) -> dict[str, str]:
-    """Return the doc string under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0].body  # type: ignore
+    """Return the comment beside each field of a dataclass."""
+    lines = textwrap.dedent(inspect.getsource(config_class)).split("\n")
+    body = ast.parse("\n".join(lines)).body[0].body  # type: ignore
     docs = {}
-    for statement, following in itertools.pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            docs[statement.target.id] = following.value.value  # type: ignore
+    for field in body:
+        if isinstance(field, ast.AnnAssign):
+            rest = lines[(field.end_lineno or 0) - 1].encode()[field.end_col_offset :].decode()
+            docs[field.target.id] = rest.strip(" #")  # type: ignore
     return docs
 
 
@@ -329,6 +323,6 @@ def _check_run_options(run: RunOptions) -> None:
     for name in ("eval_frequency", "checkpoint_frequency"):
         if getattr(run, name) < 0:
             raise UserError(f"{flag_of(name)} must be 0 or more, got {getattr(run, name)}")
-    for name in ("eval_episodes", "keep_checkpoints"):
+    for name in ("eval_episodes", "keep_checkpoints", "num_seeds", "num_devices"):
         if getattr(run, name) < 1:
             raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(run, name)}")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from gymnasium import spaces
 from jax import Array
 
@@ -155,29 +156,31 @@ def _log_tanh_slope(u: Array) -> Array:
     return 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
 
 
-def is_continuous(space: Any) -> bool:
-    """Return whether actions are real vectors."""
-    return isinstance(space, spaces.Box)
-
-
-def num_outputs(space: Any) -> int:
-    """Return how many network outputs the policy of an action space needs."""
-    if isinstance(space, spaces.Discrete):
-        return int(space.n)
-    if isinstance(space, spaces.MultiDiscrete):
-        return int(space.nvec.sum())
-    return math.prod(space.shape)
-
-
-def policy_distribution(space: Any, outputs: Array, log_std: Array) -> Distribution:
-    """Return the distribution that network outputs [..., num_outputs] stand for.
+class PolicyHead(nnx.Module):
+    """The last layer of a policy: features to a distribution over the actions of a space.
 
     Discrete: logits. MultiDiscrete: the logits of every choice in turn. Box: the mean of a normal
-    distribution with standard deviation exp(log_std), of which the other two make no use.
+    distribution, whose standard deviation exp(log_std) does not depend on the features.
     """
-    if isinstance(space, spaces.Discrete):
-        return Categorical(outputs)
-    if isinstance(space, spaces.MultiDiscrete):
-        ends = np.cumsum(space.nvec.ravel())[:-1]
-        return MultiCategorical(tuple(map(Categorical, jnp.split(outputs, ends, axis=-1))))
-    return Normal(outputs, log_std)
+
+    def __init__(self, num_features: int, space: Any, rngs: nnx.Rngs, scale: float = 0.01) -> None:
+        self.space = space
+        sizes = {
+            spaces.Discrete: lambda: int(space.n),
+            spaces.MultiDiscrete: lambda: int(space.nvec.sum()),
+            spaces.Box: lambda: math.prod(space.shape),
+        }
+        num_outputs = sizes[type(space)]()
+        init = nnx.initializers.orthogonal(scale)
+        self.linear = nnx.Linear(num_features, num_outputs, kernel_init=init, rngs=rngs)
+        self.log_std = nnx.Param(jnp.zeros(num_outputs if isinstance(space, spaces.Box) else 0))
+
+    def __call__(self, features: Array) -> Distribution:
+        """[B, num_features] -> distribution over actions [B, ...]."""
+        outputs = self.linear(features)
+        if isinstance(self.space, spaces.Discrete):
+            return Categorical(outputs)
+        if isinstance(self.space, spaces.MultiDiscrete):
+            ends = np.cumsum(self.space.nvec.ravel())[:-1]
+            return MultiCategorical(tuple(map(Categorical, jnp.split(outputs, ends, axis=-1))))
+        return Normal(outputs, self.log_std[...])

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from rich.console import Console
@@ -25,26 +25,41 @@ COUNTS = ("updates", "target_updates")
 Call = Callable[[Any], Generator[dict, None, None]]
 
 
+class LogStart(NamedTuple):
+    """The beginning of an interval between two log points."""
+
+    step: int  # env steps done
+    seconds: float  # `time.perf_counter()`
+
+
+def log_intervals(trainer: Any) -> Generator[tuple[LogStart, int], None, None]:
+    """Yield the start of each logging interval and the env steps to do in it, until the end."""
+    config = trainer.config
+    while (step := int(trainer.state.step)) < config.total_timesteps:
+        num_steps = min(config.log_frequency, config.total_timesteps - step)
+        yield LogStart(step, time.perf_counter()), num_steps
+
+
 def log_points(
-    env: Env, state: Any, start: tuple[int, float], logs: dict[str, Any], sums: dict[str, Any]
+    env: Env, state: Any, start: LogStart, logs: dict[str, Any], sums: dict[str, Any]
 ) -> Generator[dict, None, None]:
     """Yield the log_data of one log point: "collect", and last "train".
 
     Args:
         env: the environments, which are checked first.
         state: the TrainState at the log point.
-        start: the env steps and `time.perf_counter()` at the log point before.
+        start: the start of the interval.
         logs: what "collect" shows besides env steps a second, and the mean raw return and length of
-            the games finished since then.
-        sums: metrics added up over the updates since then; "updates" and "target_updates" are
-            counts, all others are shown as losses/NAME, the mean of an update.
+            the games finished in the interval.
+        sums: metrics added up over its updates; "updates" and "target_updates" are counts, all
+            others are shown as losses/NAME, the mean of an update.
 
     Raises:
         UserError: an environment failed.
     """
     env.check(state.env)
     step = int(state.step)
-    rate = (step - start[0]) / (time.perf_counter() - start[1])
+    rate = (step - start.step) / (time.perf_counter() - start.seconds)
     episodes, return_sum, length_sum = (float(x) for x in jax.device_get(state.env.summary))
     logs = {name: float(value) for name, value in logs.items()}
     logs |= {"charts/SPS": rate, "charts/episodes": episodes}

@@ -66,6 +66,13 @@ def normalize(stats: RunningStats, x: Any) -> Any:
     return jax.tree.map(normalized, stats.mean, stats.variance, x)
 
 
+def standardize(x: Array, weight: Array) -> Array:
+    """Give x [B] mean 0 and deviation 1 over its rows, which count by weights [B] of mean 1."""
+    mean = (weight * x).mean()
+    variance = (weight * (x - mean) ** 2).mean()
+    return (x - mean) / (jnp.sqrt(variance) + EPSILON)
+
+
 class NormalizerState(NamedTuple):
     """Statistics of observations and returns; () where they are not wanted."""
 

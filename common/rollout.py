@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from common.envs import Env
 from common.replay import Transition
 
 LARGEST_PACKED = 4096
@@ -26,36 +25,67 @@ class Batch(NamedTuple):
     weight: Array  # [B] 0 where the environment ignored the action, with mean 1
 
 
-def collect_rollout(
-    env: Env,
-    run_step: Callable[[Any], tuple[Any, Transition]],
-    state: Any,
-    num_steps: int,
-    steps_left: Array,
-) -> tuple[Any, Transition, Array]:
-    """Call `run_step(state) -> (state, row [N, ...])` num_steps times and stack the rows.
+def collect_rollout(trainer: Any, state: Any) -> tuple[Any, Transition, Array]:
+    """Call `trainer._run_collect(state) -> (state, row [N, ...])` num_steps times; stack the rows.
 
-    Stops early after `steps_left` steps, or as soon as an environment of `state.env` fails; the
-    rows from there on are zeros.
+    Stops early at total_timesteps, or as soon as an environment fails; the rows from there on are
+    zeros.
 
     Returns:
-        the state, the rows [num_steps, N, ...], and whether all of them are there.
+        the state, the rows [T, N, ...], and whether all of them are there.
     """
-    row = jax.eval_shape(run_step, state)[1]
-    rollout = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)
-    length = jnp.minimum(num_steps, steps_left)
+    config, env = trainer.config, trainer.env
+    row = jax.eval_shape(trainer._run_collect, state)[1]
+    rollout = jax.tree.map(lambda x: jnp.zeros((config.num_steps, *x.shape), x.dtype), row)
+    steps_left = (config.total_timesteps - state.step) // config.num_envs
+    length = jnp.minimum(config.num_steps, steps_left)
 
     def goes_on(carry: tuple) -> Array:
         return (carry[0] < length) & env.is_sound(carry[1].env)
 
     def step(carry: tuple) -> tuple:
         t, state, rollout = carry
-        state, row = run_step(state)
+        state, row = trainer._run_collect(state)
         store = partial(lax.dynamic_update_index_in_dim, index=t, axis=0)
         return t + 1, state, jax.tree.map(store, rollout, row)
 
     t, state, rollout = lax.while_loop(goes_on, step, (0, state, rollout))
-    return state, rollout, (t == num_steps) & env.is_sound(state.env)
+    return state, rollout, (t == config.num_steps) & env.is_sound(state.env)
+
+
+def learn_minibatches(
+    learn: Callable[[Any, Batch], tuple[Any, dict]],
+    learner: Any,
+    metrics: dict,
+    batch: Batch,
+    rows: Array,
+    target_kl: float | None = None,
+) -> tuple[Any, dict]:
+    """Call `learn(learner, minibatch) -> (learner, metrics)` once for each line of rows [U, B].
+
+    The metrics and the number of "updates" are added to `metrics`. With `target_kl`, stop after the
+    first minibatch whose "approx_kl" is larger.
+    """
+
+    def goes_on(carry: tuple) -> Array:
+        update, _, _, approx_kl = carry
+        return (update < len(rows)) & (approx_kl <= (target_kl or jnp.inf))
+
+    def step(carry: tuple) -> tuple:
+        update, learner, sums, _ = carry
+        learner, new = learn(learner, take_minibatch(batch, rows[update]))
+        sums = jax.tree.map(jnp.add, sums, new | {"updates": 1.0})
+        return update + 1, learner, sums, new["approx_kl"]
+
+    _, learner, metrics, _ = lax.while_loop(goes_on, step, (0, learner, metrics, jnp.zeros(())))
+    return learner, metrics
+
+
+def take_minibatch(batch: Batch, rows: Array) -> Batch:
+    """Return some rows of a batch, with weights whose mean is 1 again."""
+    minibatch = jax.tree.map(lambda x: x[rows], batch)
+    weight = minibatch.weight / jnp.maximum(minibatch.weight.mean(), 1e-8)  # [B]
+    return minibatch._replace(weight=weight)
 
 
 def shuffled_rows(key: Array, num_passes: int, num_minibatches: int, size: int) -> Array:
