@@ -132,8 +132,9 @@ class Algorithm:
         steps = rollout.reward, rollout.terminated, rollout.truncated
         values = jnp.concatenate([value, last_value[None]])  # [T + 1, N]
         advantages = gae(*steps, values, self.config.gamma, self.config.gae_lambda)  # [T, N]
-        targets, weight = (advantages, advantages + value), rollout.valid.astype(jnp.float32)
-        return Batch(rollout.obs, rollout.action, log_prob, value, *targets, weight)
+        weight = rollout.valid / jnp.maximum(rollout.valid.mean(), 1e-8)  # [T, N]
+        targets = advantages, advantages + value, weight
+        return Batch(rollout.obs, rollout.action, log_prob, value, *targets)
 
     def policy_loss(self, ratio: Array, batch: Batch) -> Array:
         """-E[min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â)] (eq. 7)."""
@@ -170,7 +171,7 @@ class Algorithm:
         return loss - config.entropy_coef * losses["entropy"], losses
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
-        """One gradient step on a minibatch."""
+        """One gradient step on a batch."""
         grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -209,7 +210,7 @@ class Agent:
         return state._replace(normalizer=stats), batch
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
-        """One gradient step on a minibatch."""
+        """One gradient step on a batch."""
         return self.algorithm.learn(state, batch)
 
 
@@ -282,13 +283,10 @@ class Trainer:
 
     def _run_train(self, state: TrainState, metrics: dict, rollout: Transition) -> tuple:
         """Several passes over a rollout in minibatches; their metrics are added up."""
-        config, (key, shuffle_key) = self.config, jax.random.split(state.key)
+        key, shuffle_key = jax.random.split(state.key)
         learner, batch = self.agent.prepare(state.learner, rollout, state.env.obs)
-        passes = config.update_epochs, config.num_minibatches, len(batch.weight)
-        rows = shuffled_rows(shuffle_key, *passes)  # [updates, B]
-        learner, metrics = learn_minibatches(
-            self.agent.learn, learner, metrics, batch, rows, config.target_kl
-        )
+        rows = shuffled_rows(shuffle_key, self.config, len(batch.weight))  # [updates, B]
+        learner, metrics = learn_minibatches(self, learner, metrics, batch, rows)
         return state._replace(learner=learner, key=key), metrics
 
 

@@ -20,6 +20,7 @@ POSITIVE = {
     "num_steps",
     "update_epochs",
     "num_minibatches",
+    "core_size",
     "clip_coef",
     "max_grad_norm",
     "target_kl",
@@ -103,6 +104,11 @@ def _check_rollout(config: Any) -> None:
         raise UserError(
             f"--total-timesteps {config.total_timesteps} is less than {rollout} = {size}; use at "
             f"least {size}, or shorter rollouts"
+        )
+    if hasattr(config, "core") and config.num_envs % config.num_minibatches:
+        raise UserError(
+            f"--num-minibatches {config.num_minibatches} does not divide --num-envs "
+            f"{config.num_envs}, whose sequences stay whole; use a divisor of it"
         )
     if size % getattr(config, "num_minibatches", 1):
         raise UserError(

@@ -50,7 +50,7 @@ def main(options: EvaluateOptions) -> None:
 
         trainer = policy.trainer
         path = Path(options.run_dir, "videos", f"step_{policy.step}.gif")
-        save_video(trainer.config, trainer.agent.predict, trainer.state.learner, path)
+        save_video(trainer.evaluator, trainer.state.learner, path)
         print(f"video: {path}")
 
 

@@ -16,12 +16,13 @@ from common.errors import UserError
 MAX_ENVS = 20
 MAX_EPISODE_STEPS = 100_000
 
-Predict = Callable[[Any, Any, Array], Any]
+Predict = Callable[..., Any]
 Call = Callable[[Any], Generator[dict, None, None]]
 
 
 class _Play(NamedTuple):
     env: EnvState
+    core: Any  # recurrent state, or ()
     key: Array
     finished: Array  # [N] episodes finished, at most quota
     returns: Array  # [N, quota]
@@ -33,11 +34,17 @@ class Evaluator:
     """Plays episodes with `predict(learner, obs, key) -> action`; environments are made once.
 
     Every environment plays the same number of episodes, so that short episodes do not count more
-    often than long ones.
+    often than long ones. With `initial_core(num_envs)`, a recurrent state, the policy is
+    `predict(learner, obs, key, (core, valid)) -> (action, core)`.
     """
 
-    def __init__(self, config: EnvConfig, predict: Predict) -> None:
-        self.config, self.predict = config, predict
+    def __init__(
+        self,
+        config: EnvConfig,
+        predict: Predict,
+        initial_core: Callable[[int], Any] = lambda num_envs: (),
+    ) -> None:
+        self.config, self.predict, self.initial_core = config, predict, initial_core
         self._env: Env | None = None
 
     def __call__(self, learner: Any, step: int, num_episodes: int) -> dict:
@@ -75,6 +82,15 @@ class Evaluator:
         }
         return {"log_type": "evaluate", "sample_step": step, "logs": logs}
 
+    def act(self, learner: Any, obs: Any, key: Array, memory: tuple) -> tuple[Any, Any]:
+        """Return actions [N, *action] and the new recurrent state, () for a policy without one.
+
+        `memory` is the recurrent state, and which environments are not between two episodes [N].
+        """
+        if jax.tree.leaves(memory[0]):
+            return self.predict(learner, obs, key, memory)
+        return self.predict(learner, obs, key), ()
+
     def close(self) -> None:
         """Free the environments."""
         if self._env is not None:
@@ -93,13 +109,15 @@ class Evaluator:
 
         def step(play: _Play) -> _Play:
             key, action_key = jax.random.split(play.key)
-            action = self.predict(learner, play.env.obs, action_key)
+            memory = play.core, ~play.env.ended
+            action, core = self.act(learner, play.env.obs, action_key, memory)
             state, _ = env.step(play.env, action)
             # An out-of-range column is dropped: episodes beyond the quota do not count.
             column = jnp.where(state.finished, play.finished, quota)
             lane = jnp.arange(n)
             return _Play(
                 env=state,
+                core=core,
                 key=key,
                 finished=jnp.minimum(play.finished + state.finished, quota),
                 returns=play.returns.at[lane, column].set(state.finished_return, mode="drop"),
@@ -109,7 +127,8 @@ class Evaluator:
 
         zero, count = jnp.zeros((), jnp.int32), jnp.zeros(n, jnp.int32)
         returns, lengths = jnp.zeros((n, quota)), jnp.zeros((n, quota), jnp.int32)
-        return lax.while_loop(goes_on, step, _Play(env_state, key, count, returns, lengths, zero))
+        play = _Play(env_state, self.initial_core(n), key, count, returns, lengths, zero)
+        return lax.while_loop(goes_on, step, play)
 
 
 def _evaluation_key(seed: int, step: int) -> Array:

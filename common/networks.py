@@ -114,6 +114,36 @@ class MLP(nnx.Module):
         return x
 
 
+class RecurrentCore(nnx.Module):
+    """An LSTM (Hochreiter and Schmidhuber 1997) or GRU (Cho et al. 2014) over sequences."""
+
+    def __init__(self, kind: str, num_features: int, size: int, rngs: nnx.Rngs) -> None:
+        cell = {"lstm": nnx.OptimizedLSTMCell, "gru": nnx.GRUCell}[kind]
+        self.cell = cell(num_features, size, rngs=rngs)
+
+    def __call__(self, state: Any, features: Array, valid: Array) -> tuple[Array, Any]:
+        """Unroll a state [B, ...] over features [B, T, F] to outputs [B, T, size] and a new state.
+
+        The row after an end is not `valid` [B, T]: it is the last to see the old episode, and the
+        state behind it is zero.
+        """
+
+        def step(state: Any, row: tuple[Array, Array]) -> tuple[Any, Array]:
+            features, valid = row
+            state, output = self.cell(state, features)
+            return jax.tree.map(lambda x: valid[:, None] * x, state), output
+
+        rows = features.swapaxes(0, 1), valid.swapaxes(0, 1)  # [T, B, ...]
+        state, output = lax.scan(step, state, rows)  # [T, B, size]
+        return output.swapaxes(0, 1), state
+
+
+def initial_core(kind: str, size: int, num_envs: int) -> Any:
+    """Return the state of a `RecurrentCore` at the start of an episode: [N, size], two for LSTM."""
+    zeros = jnp.zeros((num_envs, size))
+    return (zeros, zeros.copy()) if kind == "lstm" else zeros
+
+
 class NatureCNN(nnx.Module):
     """The convolutional encoder of Mnih et al. 2015 (Methods, model architecture).
 

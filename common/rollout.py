@@ -1,6 +1,5 @@
 """Rollouts: what happened in N environments during T steps, and minibatches of their rows."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ class Batch(NamedTuple):
     advantages: Array  # [B]
     returns: Array  # [B]
     weight: Array  # [B] 0 where the environment ignored the action, with mean 1
+    core: Any = ()  # [B, ...] recurrent state before the first row of each sequence
 
 
 def collect_rollout(trainer: Any, state: Any) -> tuple[Any, Transition, Array]:
@@ -54,26 +54,22 @@ def collect_rollout(trainer: Any, state: Any) -> tuple[Any, Transition, Array]:
 
 
 def learn_minibatches(
-    learn: Callable[[Any, Batch], tuple[Any, dict]],
-    learner: Any,
-    metrics: dict,
-    batch: Batch,
-    rows: Array,
-    target_kl: float | None = None,
+    trainer: Any, learner: Any, metrics: dict, batch: Batch, rows: Array
 ) -> tuple[Any, dict]:
-    """Call `learn(learner, minibatch) -> (learner, metrics)` once for each line of rows [U, B].
+    """Call `trainer.agent.learn(learner, minibatch)` once for each line of rows [U, B].
 
     The metrics and the number of "updates" are added to `metrics`. With `target_kl`, stop after the
     first minibatch whose "approx_kl" is larger.
     """
+    target_kl = trainer.config.target_kl or jnp.inf
 
     def goes_on(carry: tuple) -> Array:
         update, _, _, approx_kl = carry
-        return (update < len(rows)) & (approx_kl <= (target_kl or jnp.inf))
+        return (update < len(rows)) & (approx_kl <= target_kl)
 
     def step(carry: tuple) -> tuple:
         update, learner, sums, _ = carry
-        learner, new = learn(learner, take_minibatch(batch, rows[update]))
+        learner, new = trainer.agent.learn(learner, take_minibatch(batch, rows[update]))
         sums = jax.tree.map(jnp.add, sums, new | {"updates": 1.0})
         return update + 1, learner, sums, new["approx_kl"]
 
@@ -88,19 +84,19 @@ def take_minibatch(batch: Batch, rows: Array) -> Batch:
     return minibatch._replace(weight=weight)
 
 
-def shuffled_rows(key: Array, num_passes: int, num_minibatches: int, size: int) -> Array:
-    """Return the rows of each minibatch [num_passes * num_minibatches, size / num_minibatches].
+def shuffled_rows(key: Array, config: Any, size: int) -> Array:
+    """Return the rows of each minibatch [update_epochs * num_minibatches, size / num_minibatches].
 
-    Every pass is a random permutation of `size` rows. Up to 4,096 rows, random bits and the row's
+    Every epoch is a random permutation of `size` rows. Up to 4,096 rows, random bits and the row's
     number share one word, whose sort takes a fifth of the time of `jax.random.permutation`; equal
     bits, of which 4,096 rows have 8 pairs, leave their two rows in order.
     """
     if size > LARGEST_PACKED:
-        keys = jax.random.split(key, num_passes)
-        rows = jax.vmap(partial(jax.random.permutation, x=size))(keys)  # [passes, size]
+        keys = jax.random.split(key, config.update_epochs)
+        rows = jax.vmap(partial(jax.random.permutation, x=size))(keys)  # [epochs, size]
     else:
         mask = jnp.uint32((1 << (size - 1).bit_length()) - 1)
-        bits = jax.random.bits(key, (num_passes, size), jnp.uint32)
+        bits = jax.random.bits(key, (config.update_epochs, size), jnp.uint32)
         packed = jnp.sort((bits & ~mask) | jnp.arange(size, dtype=jnp.uint32), axis=-1)
-        rows = (packed & mask).astype(jnp.int32)  # [passes, size]
-    return rows.reshape(num_passes * num_minibatches, -1)
+        rows = (packed & mask).astype(jnp.int32)  # [epochs, size]
+    return rows.reshape(config.update_epochs * config.num_minibatches, -1)

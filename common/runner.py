@@ -228,7 +228,7 @@ class _Run:
 
         path = self.folder() / "videos" / f"step_{self.config.total_timesteps}.gif"
         try:
-            save_video(self.config, trainer.agent.predict, trainer.state.learner, path)
+            save_video(trainer.evaluator, trainer.state.learner, path)
         except Exception as error:
             # Rendering may lack a display or a package; the training is done all the same.
             return f"no video: {one_line(error)}"

@@ -8,14 +8,14 @@ import numpy as np
 
 from common.envs import Env, make_env
 from common.errors import UserError
-from common.evaluator import MAX_EPISODE_STEPS, Predict
+from common.evaluator import MAX_EPISODE_STEPS, Evaluator
 
 MAX_FRAMES = 1_000
 MAX_SIDE = 400
 FRAME_MILLISECONDS = 33
 
 
-def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float:
+def save_video(evaluator: Evaluator, learner: Any, path: Path) -> float:
     """Play one full episode, write it as a GIF, and return its raw return.
 
     Frames beyond the first 1,000 are played but not written.
@@ -26,9 +26,9 @@ def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float
     """
     from PIL import Image
 
-    env = make_env(config, "video", num_envs=1)
+    env = make_env(evaluator.config, "video", num_envs=1)
     try:
-        frames, episode_return = _play(env, predict, learner, config.seed)
+        frames, episode_return = _play(env, evaluator, learner)
     finally:
         env.close()
     images = [Image.fromarray(_shrunk(frame)) for frame in frames]
@@ -39,14 +39,15 @@ def save_video(config: Any, predict: Predict, learner: Any, path: Path) -> float
     return episode_return
 
 
-def _play(env: Env, predict: Predict, learner: Any, seed: int) -> tuple[list[np.ndarray], float]:
-    step, act = jax.jit(env.step), jax.jit(predict)
-    env_key, key = jax.random.split(jax.random.key(seed))
-    state = env.reset(env_key)
+def _play(env: Env, evaluator: Evaluator, learner: Any) -> tuple[list[np.ndarray], float]:
+    step, act = jax.jit(env.step), jax.jit(evaluator.act)
+    env_key, key = jax.random.split(jax.random.key(evaluator.config.seed))
+    state, core = env.reset(env_key), evaluator.initial_core(1)
     frames = [env.render(state)]
     for _ in range(MAX_EPISODE_STEPS):
         key, action_key = jax.random.split(key)
-        state, _ = step(state, act(learner, state.obs, action_key))
+        action, core = act(learner, state.obs, action_key, (core, ~state.ended))
+        state, _ = step(state, action)
         env.check(state)
         if len(frames) < MAX_FRAMES:
             frames.append(env.render(state))

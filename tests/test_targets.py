@@ -1,0 +1,249 @@
+"""Advantages and returns against sums written from their definitions, and against rlax."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rlax
+
+from common import targets
+
+gae, td_lambda_return = jax.jit(targets.gae), jax.jit(targets.td_lambda_return)
+n_step_return = jax.jit(targets.n_step_return, static_argnames="n")
+
+T, B = 24, 8
+GAMMA_LAMBDA = [(0.9, 0.8), (0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.9, 1.0), (0.0, 0.9)]
+STEPS = [1, 2, 5, T, 3 * T]
+# Each with options under which every part of its equation counts.
+TARGETS = {
+    "gae": partial(gae, gamma=0.9, lambda_=0.8),
+    "lambda": partial(td_lambda_return, gamma=0.9, lambda_=0.8),
+    "n_step": partial(n_step_return, gamma=0.9, n=3),
+}
+
+
+def random_rollout(seed=0):
+    """Reward, terminated, truncated [T, B], value [T + 1, B], and which rows are valid [T, B]."""
+    rng = np.random.default_rng(seed)
+    terminated, truncated = rng.random((2, T, B)) < 0.15
+    terminated[-1], truncated[-1] = np.arange(B) == 0, np.arange(B) == 1
+    terminated[-4:-1, :2] = truncated[-4:-1, :2] = False
+    terminated[:, 2] = truncated[:, 2] = False
+    valid = np.ones((T, B), bool)
+    for t in range(1, T):
+        valid[t] = ~(terminated | truncated)[t - 1]
+        terminated[t] &= valid[t]
+        truncated[t] &= valid[t]
+    reward = rng.normal(size=(T, B)).astype(np.float32) * valid
+    return reward, terminated, truncated, rng.normal(size=(T + 1, B)).astype(np.float32), valid
+
+
+def rows_to_the_end(terminated, truncated, t, b):
+    """How many rows from t on belong to its episode and the window."""
+    ends = np.flatnonzero((terminated | truncated)[t:, b])
+    return ends[0] + 1 if len(ends) else len(terminated) - t
+
+
+def summed_gae(reward, terminated, truncated, value, gamma, lambda_):
+    td_error = reward + gamma * np.where(terminated, 0.0, value[1:]) - value[:-1]
+    advantages = np.zeros(reward.shape)
+    for t, b in np.ndindex(reward.shape):
+        for k in range(rows_to_the_end(terminated, truncated, t, b)):
+            advantages[t, b] += (gamma * lambda_) ** k * td_error[t + k, b]
+    return advantages
+
+
+def summed_n_step(reward, terminated, truncated, value, gamma, n):
+    returns = np.zeros(reward.shape)
+    for t, b in np.ndindex(reward.shape):
+        m = min(n, rows_to_the_end(terminated, truncated, t, b))
+        returns[t, b] = sum(gamma**k * reward[t + k, b] for k in range(m))
+        if not terminated[t + m - 1, b]:
+            returns[t, b] += gamma**m * value[t + m, b]
+    return returns
+
+
+def mixed_lambda_return(reward, terminated, truncated, value, gamma, lambda_):
+    """(1 - λ) Σ_{n<h} λⁿ⁻¹ Gⁿ + λʰ⁻¹ Gʰ with h steps left (Sutton and Barto 2018, eq. 12.3)."""
+    steps = reward, terminated, truncated, value, gamma
+    n_step = {n: summed_n_step(*steps, n) for n in range(1, len(reward) + 1)}
+    returns = np.zeros(reward.shape)
+    for t, b in np.ndindex(reward.shape):
+        h = rows_to_the_end(terminated, truncated, t, b)
+        returns[t, b] = lambda_ ** (h - 1) * n_step[h][t, b]
+        for n in range(1, h):
+            returns[t, b] += (1 - lambda_) * lambda_ ** (n - 1) * n_step[n][t, b]
+    return returns
+
+
+def assert_valid_rows_equal(got, expected, valid, tolerance=1e-5):
+    assert got.dtype == jnp.float32 and got.shape == valid.shape
+    np.testing.assert_allclose(got[valid], expected[valid], rtol=tolerance, atol=tolerance)
+
+
+def test_the_random_rollouts_have_every_kind_of_row():
+    _, terminated, truncated, _, valid = random_rollout()
+    assert (terminated & ~truncated).any() and (truncated & ~terminated).any()
+    assert (terminated & truncated).any()
+    assert terminated[-1].any() and truncated[-1].any() and (~valid[-1]).any()
+    ended = terminated | truncated
+    assert (ended[2:] & ~valid[1:-1]).any(), "an episode of one step"
+    assert not ended.any(axis=0).all(), "a lane without an end"
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), GAMMA_LAMBDA)
+def test_gae(gamma, lambda_):
+    *rows, valid = random_rollout()
+    advantages = gae(*rows, gamma, lambda_)
+    assert_valid_rows_equal(advantages, summed_gae(*rows, gamma, lambda_), valid)
+    reward, terminated, truncated, value = rows
+    discount = np.float32(gamma * ~terminated)
+    mixing = np.float32(lambda_ * ~(terminated | truncated))
+    by_rlax = jax.vmap(rlax.truncated_generalized_advantage_estimation, 1, 1)
+    assert_valid_rows_equal(advantages, by_rlax(reward, discount, mixing, value), valid)
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), GAMMA_LAMBDA)
+def test_td_lambda_return(gamma, lambda_):
+    *rows, valid = random_rollout()
+    returns = td_lambda_return(*rows, gamma, lambda_)
+    assert_valid_rows_equal(returns, mixed_lambda_return(*rows, gamma, lambda_), valid)
+    reward, terminated, truncated, value = rows
+    discount = np.float32(gamma * ~terminated)
+    mixing = np.float32(lambda_ * ~(terminated | truncated))
+    by_rlax = jax.vmap(rlax.lambda_returns, 1, 1)
+    assert_valid_rows_equal(returns, by_rlax(reward, discount, value[1:], mixing), valid)
+
+
+@pytest.mark.parametrize("n", STEPS)
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_n_step_return(n, gamma):
+    *rows, valid = random_rollout()
+    returns = n_step_return(*rows, gamma, n)
+    assert_valid_rows_equal(returns, summed_n_step(*rows, gamma, n), valid)
+    reward, terminated, truncated, value = rows
+    discount = np.float32(gamma * ~terminated)
+    mixing = np.float32(~(terminated | truncated))
+    by_rlax = jax.vmap(rlax.n_step_bootstrapped_returns, (1, 1, 1, None, 1), 1)
+    expected = by_rlax(reward, discount, value[1:], n, mixing)
+    assert_valid_rows_equal(returns, expected, valid)
+
+
+def test_by_hand():
+    # Two rows to a termination, an invalid row, a truncation, an invalid row, the window's end.
+    reward = jnp.float32([1, 2, 0, 3, 0, 4, 5])[:, None]
+    terminated = (jnp.arange(7) == 1)[:, None]
+    truncated = (jnp.arange(7) == 3)[:, None]
+    value = jnp.float32([10, 20, 30, 40, 50, 60, 70, 80])[:, None]
+    rows, valid = (reward, terminated, truncated, value), np.array([0, 1, 3, 5, 6])
+    # TD errors: 1 + 10 - 10, 2 - 20, 3 + 25 - 40, 4 + 35 - 60, 5 + 40 - 70
+    advantages = gae(*rows, 0.5, 0.5)[valid, 0]
+    assert advantages.tolist() == [1 - 18 / 4, -18, -12, -21 - 25 / 4, -25]
+    # The last step of each episode: 2, 3 + 25, 5 + 40; half of what follows it is the next value's
+    returns = td_lambda_return(*rows, 0.5, 0.5)[valid, 0]
+    assert returns.tolist() == [1 + (10 + 1) / 2, 2, 28, 4 + (35 + 22.5) / 2, 45]
+    returns = n_step_return(*rows, 0.5, 1)[valid, 0]
+    assert returns.tolist() == [1 + 10, 2, 28, 4 + 35, 45]
+    returns = n_step_return(*rows, 0.5, 2)[valid, 0]
+    assert returns.tolist() == [1 + 1, 2, 28, 4 + 2.5 + 20, 45]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_stands_in_an_invalid_row_does_not_matter(name):
+    reward, terminated, truncated, value, valid = random_rollout()
+    target = TARGETS[name]
+    before = target(reward, terminated, truncated, value)
+    noise = np.random.default_rng(1).normal(size=(T, B)).astype(np.float32) * 1e3
+    ends = ~valid & (noise > 0)
+    changed = np.where(valid, reward, noise), terminated | ends, truncated | (~valid & ~ends)
+    after = target(*changed, value)
+    np.testing.assert_array_equal(after[valid], before[valid])
+    assert not np.array_equal(after, before)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_value_after_an_end_matters_if_it_is_truncated_only(name):
+    *steps, value, valid = random_rollout()
+    _, terminated, truncated = steps
+    target = TARGETS[name]
+    before = target(*steps, value)
+    # The last row of `value` is that of a final observation too, where the last step ended.
+    after_end = np.zeros((T + 1, B), bool)
+    after_end[1:] = terminated
+    changed = target(*steps, np.where(after_end, 1e3, value).astype(np.float32))
+    np.testing.assert_array_equal(changed[valid], before[valid])
+    cut_only = truncated & ~terminated
+    after_end[1:] = cut_only
+    changed = target(*steps, np.where(after_end, value + 100, value).astype(np.float32))
+    np.testing.assert_allclose((changed - before)[cut_only], 0.9 * 100, rtol=1e-4)
+    in_cut_episode = np.zeros((T, B), bool)
+    for t, b in np.argwhere(valid):
+        in_cut_episode[t, b] = cut_only[t + rows_to_the_end(terminated, truncated, t, b) - 1, b]
+    np.testing.assert_array_equal(changed[valid & ~in_cut_episode], before[valid & ~in_cut_episode])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_value_after_the_window_matters_unless_the_last_step_terminated(name):
+    *steps, value, _ = random_rollout()
+    _, terminated, _ = steps
+    before = TARGETS[name](*steps, value)
+    value[-1] += 100
+    change = np.asarray(TARGETS[name](*steps, value) - before)[-1]
+    np.testing.assert_allclose(change, np.where(terminated[-1], 0, 90), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), GAMMA_LAMBDA)
+def test_the_targets_agree_with_each_other(gamma, lambda_):
+    *rows, valid = random_rollout()
+    of_gae = gae(*rows, gamma, lambda_) + rows[-1][:-1]
+    assert_valid_rows_equal(td_lambda_return(*rows, gamma, lambda_), of_gae, valid)
+    if lambda_ in (0, 1):
+        n = 1 if lambda_ == 0 else T
+        assert_valid_rows_equal(n_step_return(*rows, gamma, n), of_gae, valid)
+
+
+def test_long_windows_stay_exact():
+    rng = np.random.default_rng(0)
+    reward, value = rng.random((500, 1)), rng.random((501, 1)) * 500
+    never = np.zeros((500, 1), bool)
+    rows = reward.astype(np.float32), never, never, value.astype(np.float32)
+    td_error = (reward + 0.99 * value[1:] - value[:-1])[:, 0]
+    powers = 0.99 ** np.arange(500)
+    expected = [powers[: 500 - t] @ td_error[t:] for t in range(500)]
+    np.testing.assert_allclose(gae(*rows, 0.99, 1.0)[:, 0], expected, atol=2e-3)
+
+
+def test_a_single_row():
+    steps = jnp.float32([[2]]), jnp.array([[False]]), jnp.array([[False]])
+    value = jnp.float32([[3], [4]])
+    assert gae(*steps, value, 0.5, 0.9) == 2 + 2 - 3
+    assert td_lambda_return(*steps, value, 0.5, 0.9) == n_step_return(*steps, value, 0.5, 9) == 4
+
+
+BAD = {
+    "value without the last row": lambda r, d, c, v: (r, d, c, v[:-1]),
+    "value of other lanes": lambda r, d, c, v: (r, d, c, v[:, :-1]),
+    "one lane of flags": lambda r, d, c, v: (r, d[:, :1], c, v),
+    "rows of flags missing": lambda r, d, c, v: (r, d, c[1:], v),
+    "one reward a row": lambda r, d, c, v: (r[:, :1], d, c, v),
+    "terminated as numbers": lambda r, d, c, v: (r, d.astype(np.float32), c, v),
+    "truncated as numbers": lambda r, d, c, v: (r, d, c.astype(np.int32), v),
+    "whole rewards": lambda r, d, c, v: (r.astype(np.int32), d, c, v),
+    "values in half precision": lambda r, d, c, v: (r, d, c, v.astype(np.float16)),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("bad", BAD)
+def test_wrong_shapes_and_dtypes_are_refused(name, bad):
+    rows = BAD[bad](*random_rollout()[:4])
+    with pytest.raises(AssertionError):
+        TARGETS[name](*rows)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_n_below_1_is_refused(n):
+    with pytest.raises(ValueError, match=f"n must be 1 or more, got {n}"):
+        n_step_return(*random_rollout()[:4], 0.9, n)
