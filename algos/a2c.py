@@ -3,8 +3,7 @@
 Mnih et al. 2016, https://arxiv.org/abs/1602.01783      Docs: docs/algorithms/a2c.md
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)           targets.gae
-    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1}                          targets.gae
-    R_t = Â_t + V(s_t)                                             targets
+    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1},  R_t = Â_t + V(s_t)     targets
     L_π = -E[log π(a|s; θ) Â]                                      policy_loss
     L_V = ½ E[(V - R)²]                                            value_loss
     L   = L_π + c_V L_V - β E[H(π)]                                loss_fn
@@ -183,9 +182,7 @@ class Agent:
         action = distribution.sample(key)  # [N, *action]
         return action, (distribution.log_prob(action), value)
 
-    def prepare(
-        self, state: LearnerState, rollout: Transition, last_obs: Any
-    ) -> tuple[LearnerState, Batch]:
+    def prepare(self, state: LearnerState, rollout: Transition, last_obs: Any) -> tuple:
         """Rollout [T, N] and the obs [N] after it -> its batch [T * N], and new statistics."""
         obs, last_obs = (self.observe(state.normalizer, x) for x in (rollout.obs, last_obs))
         stats, reward = self.algorithm.normalizer.update(state.normalizer, rollout)
@@ -213,8 +210,7 @@ class Trainer:
 
     def __init__(self, config: Config = Config()):
         check_config(config)
-        self.config = config
-        self.env = make_env(config)
+        self.config, self.env = config, make_env(config)
         obs_space, action_space = self.env.observation_space, self.env.action_space
         require_action_space("a2c", self.env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
         self.algorithm = Algorithm(config, obs_space, action_space)
@@ -260,9 +256,8 @@ class Trainer:
         key, action_key = jax.random.split(state.key)
         obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
         action, extras = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
-        env_action = self.agent.env_action(action)
-        env, (_, reward, terminated, truncated) = self.env.step(state.env, env_action)
-        transition = Transition(obs, action, reward, terminated, truncated, valid, extras)
+        env, (_, *outcome) = self.env.step(state.env, self.agent.env_action(action))
+        transition = Transition(obs, action, *outcome, valid, extras)
         step = state.step + self.config.num_envs
         return state._replace(env=env, key=key, step=step), transition
 

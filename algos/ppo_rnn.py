@@ -2,10 +2,9 @@
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347      Docs: docs/algorithms/ppo_rnn.md
 
-    h_t = core(h_{t-1}, s_t), with h_{t-1} = 0 where an episode starts    RecurrentCore
+    h_t = core(h_{t-1}, s_t), h_{t-1} = 0 at an episode's start    RecurrentCore
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)           targets.gae
-    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1}                          targets.gae
-    R_t = Â_t + V(s_t)                                             targets
+    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1},  R_t = Â_t + V(s_t)     targets
     ρ   = π(a|s; θ) / π(a|s; θ_old)                                policy_loss
     L_π = -E[min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â)]                    policy_loss
     L_V = ½ E[max((V - R)², (V_old + clip(V - V_old, ±ε) - R)²)]   value_loss
@@ -73,9 +72,6 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
-    "mujoco": dict(num_envs=1, total_timesteps=1_000_000, learning_rate=3e-4, num_steps=2048)
-    | dict(update_epochs=10, num_minibatches=32, entropy_coef=0.0)
-    | dict(normalize_obs=True, normalize_reward=True),
     "atari": dict(num_envs=8, total_timesteps=10_000_000, clip_coef=0.1),
 }
 LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
@@ -193,27 +189,24 @@ class Agent:
 
     def predict(self, state: LearnerState, obs: Any, key: Array, memory: tuple) -> tuple:
         """Action [N] of the environment to evaluate with, the most likely one, and the memory."""
-        distribution, _, core = self.step(state, obs, memory)
+        distribution, _, core = self.step(state, obs, *memory)
         return self.env_action(distribution.mode()), core
 
     def sample(self, state: LearnerState, obs: Any, key: Array, memory: tuple) -> tuple:
         """Action [N] to train with, for `env_action`; log_prob and value [N]; recurrent state."""
-        distribution, value, core = self.step(state, obs, memory)
+        distribution, value, core = self.step(state, obs, *memory)
         action = distribution.sample(key)  # [N, *action]
         return action, (distribution.log_prob(action), value), core
 
-    def step(self, state: LearnerState, obs: Any, memory: tuple) -> tuple:
-        """[N, *obs], memory (recurrent state, valid) -> distribution, value [N], new state."""
-        core, valid = memory
+    def step(self, state: LearnerState, obs: Any, core: Any, valid: Array) -> tuple:
+        """[N, *obs], recurrent state, valid [N] -> distribution, value [N], new recurrent state."""
         obs = jax.tree.map(lambda x: x[:, None], self.observe(state.normalizer, obs))  # [N, 1, ...]
         distribution, value, core = self.algorithm.predict(state.params, obs, core, valid[:, None])
         return *jax.tree.map(lambda x: x[:, 0], (distribution, value)), core
 
-    def prepare(
-        self, state: LearnerState, rollout: Transition, last_obs: Any, core: Any, last_memory: tuple
-    ) -> tuple[LearnerState, Batch]:
-        """Rollout [T, N] and the obs [N] after it -> its sequences [N, T], and new statistics."""
-        _, last_value, _ = self.step(state, last_obs, last_memory)
+    def prepare(self, state: LearnerState, rollout: Transition, last: tuple, core: Any) -> tuple:
+        """Rollout [T, N], what `step` takes after it, `core` before it -> sequences [N, T]."""
+        _, last_value, _ = self.step(state, *last)
         obs = self.observe(state.normalizer, rollout.obs)  # [T, N, *obs]
         stats, reward = self.algorithm.normalizer.update(state.normalizer, rollout)
         batch = self.algorithm.targets(rollout._replace(obs=obs, reward=reward), last_value)
@@ -240,8 +233,7 @@ class Trainer:
 
     def __init__(self, config: Config = Config()):
         check_config(config)
-        self.config = config
-        self.env = make_env(config)
+        self.config, self.env = config, make_env(config)
         obs_space, action_space = self.env.observation_space, self.env.action_space
         require_action_space("ppo_rnn", self.env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
         self.algorithm = Algorithm(config, obs_space, action_space)
@@ -266,9 +258,8 @@ class Trainer:
 
     def _init_state(self, key: Array) -> TrainState:
         learner_key, env_key, key = jax.random.split(key, 3)
-        env = self.env.reset(env_key)
+        env, core = self.env.reset(env_key), self.algorithm.initial_core(self.config.num_envs)
         learner = self.algorithm.init(learner_key, env.obs)
-        core = self.algorithm.initial_core(self.config.num_envs)
         return TrainState(learner, env, core, key, jnp.zeros((), jnp.int32))
 
     def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
@@ -277,8 +268,8 @@ class Trainer:
         def iterate(_: Array, carry: tuple) -> tuple:
             first, metrics = carry
             state, rollout, is_complete = collect_rollout(self, first)
-            data = state, metrics, rollout, first.core
-            return lax.cond(is_complete, self._run_train, lambda *x: x[:2], *data)
+            carry = state, metrics, rollout, first.core
+            return lax.cond(is_complete, self._run_train, lambda *x: x[:2], *carry)
 
         metrics = dict.fromkeys((*LOSSES, "updates"), jnp.zeros(()))
         state = state._replace(env=self.env.reset_summary(state.env))
@@ -290,17 +281,16 @@ class Trainer:
         obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
         memory = state.core, valid
         action, extras, core = self.agent.sample(state.learner, obs, action_key, memory)  # [N]
-        env_action = self.agent.env_action(action)
-        env, (_, reward, terminated, truncated) = self.env.step(state.env, env_action)
-        transition = Transition(obs, action, reward, terminated, truncated, valid, extras)
+        env, (_, *outcome) = self.env.step(state.env, self.agent.env_action(action))
+        transition = Transition(obs, action, *outcome, valid, extras)
         step = state.step + self.config.num_envs
         return state._replace(env=env, core=core, key=key, step=step), transition
 
     def _run_train(self, state: TrainState, metrics: dict, rollout: Transition, core: Any) -> tuple:
         """Several passes over a rollout in minibatches; their metrics are added up."""
         key, shuffle_key = jax.random.split(state.key)
-        data = rollout, state.env.obs, core, (state.core, ~state.env.ended)
-        learner, batch = self.agent.prepare(state.learner, *data)
+        last = state.env.obs, state.core, ~state.env.ended
+        learner, batch = self.agent.prepare(state.learner, rollout, last, core)
         rows = shuffled_rows(shuffle_key, self.config, len(batch.weight))  # [updates, B]
         learner, metrics = learn_minibatches(self, learner, metrics, batch, rows)
         return state._replace(learner=learner, key=key), metrics
