@@ -256,8 +256,8 @@ class Trainer:
         key, action_key = jax.random.split(state.key)
         obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
         action, extras = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
-        env, (_, *outcome) = self.env.step(state.env, self.agent.env_action(action))
-        transition = Transition(obs, action, *outcome, valid, extras)
+        env, timestep = self.env.step(state.env, self.agent.env_action(action))
+        transition = Transition(obs, action, *timestep[1:], valid, extras)
         step = state.step + self.config.num_envs
         return state._replace(env=env, key=key, step=step), transition
 

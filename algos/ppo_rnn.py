@@ -281,8 +281,8 @@ class Trainer:
         obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
         memory = state.core, valid
         action, extras, core = self.agent.sample(state.learner, obs, action_key, memory)  # [N]
-        env, (_, *outcome) = self.env.step(state.env, self.agent.env_action(action))
-        transition = Transition(obs, action, *outcome, valid, extras)
+        env, timestep = self.env.step(state.env, self.agent.env_action(action))
+        transition = Transition(obs, action, *timestep[1:], valid, extras)
         step = state.step + self.config.num_envs
         return state._replace(env=env, core=core, key=key, step=step), transition
 
