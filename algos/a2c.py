@@ -145,7 +145,7 @@ class Algorithm:
         config, weight = self.config, batch.weight
         distribution, value = self.predict(params, batch.obs)
         log_prob = distribution.log_prob(batch.action)  # [B]
-        chex.assert_equal_shape([log_prob, value, *batch[2:]])
+        chex.assert_equal_shape([log_prob, value, *batch[2:7]])
         losses = {
             "policy_loss": self.policy_loss(log_prob, batch),
             "value_loss": self.value_loss(value, batch),

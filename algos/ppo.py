@@ -158,7 +158,7 @@ class Algorithm:
         distribution, value = self.predict(params, batch.obs)
         log_ratio = distribution.log_prob(batch.action) - batch.log_prob  # [B]
         ratio = jnp.exp(log_ratio)  # [B]
-        chex.assert_equal_shape([ratio, value, *batch[2:]])
+        chex.assert_equal_shape([ratio, value, *batch[2:7]])
         losses = {
             "policy_loss": self.policy_loss(ratio, batch),
             "value_loss": self.value_loss(value, batch),

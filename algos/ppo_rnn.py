@@ -160,7 +160,7 @@ class Algorithm:
         distribution, value, _ = self.predict(params, batch.obs, batch.core, weight > 0)
         log_ratio = distribution.log_prob(batch.action) - batch.log_prob  # [B, T]
         ratio = jnp.exp(log_ratio)  # [B, T]
-        chex.assert_equal_shape([ratio, value, *batch[2:-1]])
+        chex.assert_equal_shape([ratio, value, *batch[2:7]])
         losses = {
             "policy_loss": self.policy_loss(ratio, batch),
             "value_loss": self.value_loss(value, batch),

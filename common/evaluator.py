@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,13 +46,17 @@ class Evaluator:
         initial_core: Callable[[int], Any] = lambda num_envs: (),
     ) -> None:
         self.config, self.predict, self.initial_core = config, predict, initial_core
+        self.num_seeds: int | None = (
+            None  # with seeds, every array of `learner` has an axis of them
+        )
         self._env: Env | None = None
 
     def __call__(self, learner: Any, step: int, num_episodes: int) -> dict:
         """Play `num_episodes` full episodes and return their log_data.
 
         The keys depend on the seed and on `step`, the env steps trained so far, alone: evaluation
-        does not change training.
+        does not change training. With seeds, each plays as many episodes: the return is the mean
+        over all, the deviation that of the seeds' means.
 
         Raises:
             UserError: an environment failed, or an episode did not end in 100,000 steps.
@@ -60,10 +65,10 @@ class Evaluator:
         if self._env is None or self._env.num_envs != num_envs:
             self.close()
             self._env = make_env(self.config, "evaluate", num_envs)
-            self._compiled = jax.jit(self._play, static_argnames="quota")
-        env_key, key = jax.random.split(_evaluation_key(self.config.seed, step))
+            play = self._play if self.num_seeds is None else self._play_seeds
+            self._compiled = jax.jit(play, static_argnames="quota")
         quota = math.ceil(num_episodes / num_envs)
-        played = self._compiled(learner, self._env.reset(env_key), key, quota=quota)
+        played = self._compiled(learner, *self._start(self._env, step), quota=quota)
         self._env.check(played.env)
         unfinished = int((quota - played.finished).sum())
         if unfinished:
@@ -73,14 +78,34 @@ class Evaluator:
             )
         # Column by column: the first episode of every environment comes before any second one.
         returns, lengths = (
-            np.ravel(x, order="F")[:num_episodes] for x in (played.returns, played.lengths)
+            np.swapaxes(x, -1, -2).reshape(*x.shape[:-2], -1)[..., :num_episodes]
+            for x in (played.returns, played.lengths)
         )
         logs = {
             "charts/evaluation_return": float(returns.mean()),
             "charts/evaluation_std": float(returns.std()),
             "charts/evaluation_length": float(lengths.mean()),
         }
+        if self.num_seeds is not None:
+            of_seeds = returns.mean(axis=-1)  # [S]
+            logs["charts/evaluation_std"] = float(of_seeds.std())
+            for i, value in enumerate(of_seeds):
+                logs[f"seed_{self.config.seed + i}/evaluation_return"] = float(value)
         return {"log_type": "evaluate", "sample_step": step, "logs": logs}
+
+    def _start(self, env: Env, step: int) -> tuple[EnvState, Array]:
+        """Return fresh environments and the key of an evaluation, for each seed if there are."""
+        if self.num_seeds is None:
+            env_key, key = jax.random.split(_evaluation_key(self.config.seed, step))
+            return env.reset(env_key), key
+        seeds = range(self.config.seed, self.config.seed + self.num_seeds)
+        keys = jnp.stack(
+            [jax.random.split(_evaluation_key(seed, step)) for seed in seeds]
+        )  # [S, 2]
+        return jax.vmap(env.reset)(keys[:, 0]), keys[:, 1]
+
+    def _play_seeds(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
+        return jax.vmap(partial(self._play, quota=quota))(learner, env_state, key)
 
     def act(self, learner: Any, obs: Any, key: Array, memory: tuple) -> tuple[Any, Any]:
         """Return actions [N, *action] and the new recurrent state, () for a policy without one.

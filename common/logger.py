@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -54,23 +55,29 @@ def log_points(
         sums: metrics added up over its updates; "updates" and "target_updates" are counts, all
             others are shown as losses/NAME, the mean of an update.
 
+    Where the arrays have an axis of seeds, env steps a second are those of all seeds, the deviation
+    of their returns is shown beside the mean, and all other figures are means over the seeds.
+
     Raises:
         UserError: an environment failed.
     """
     env.check(state.env)
     step = int(state.step)
     rate = (step - start.step) / (time.perf_counter() - start.seconds)
-    episodes, return_sum, length_sum = (float(x) for x in jax.device_get(state.env.summary))
+    episodes, return_sum, length_sum = map(np.atleast_1d, jax.device_get(state.env.summary))
     logs = {name: float(value) for name, value in logs.items()}
-    logs |= {"charts/SPS": rate, "charts/episodes": episodes}
-    if episodes:
-        logs["charts/episodic_return"] = return_sum / episodes
-        logs["charts/episodic_length"] = length_sum / episodes
+    logs |= {"charts/SPS": rate * len(episodes), "charts/episodes": float(episodes.sum())}
+    some = episodes > 0  # [S], the seeds that finished a game
+    if some.any():
+        returns = return_sum[some] / episodes[some]
+        logs["charts/episodic_return"] = float(returns.mean())
+        logs["charts/episodic_length"] = float((length_sum[some] / episodes[some]).mean())
+        logs |= {"charts/episodic_return_std": float(returns.std())} if len(episodes) > 1 else {}
     yield {"log_type": "collect", "sample_step": step, "logs": logs}
-    sums = {name: float(value) for name, value in sums.items()}
-    counts = {f"charts/{name}": sums.pop(name) for name in COUNTS if name in sums}
+    sums = {name: np.mean(value) for name, value in jax.device_get(sums).items()}
+    counts = {f"charts/{name}": float(sums.pop(name)) for name in COUNTS if name in sums}
     updates = counts["charts/updates"]
-    means = {f"losses/{name}": value / updates for name, value in sums.items() if updates}
+    means = {f"losses/{name}": float(value / updates) for name, value in sums.items() if updates}
     yield {"log_type": "train", "sample_step": step, "logs": means | counts}
 
 
@@ -249,8 +256,8 @@ class WandbSink:
 class ConsoleSink:
     """A live progress bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, console: Console, total: int, first_step: int) -> None:
-        self.console, self._total = console, total
+    def __init__(self, console: Console, total: int, first_step: int, num_seeds: int = 1) -> None:
+        self.console, self._total, self._num_seeds = console, total, num_seeds
         self._latest = {"return": math.nan, "evaluation": math.nan, "SPS": math.nan}
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -275,7 +282,7 @@ class ConsoleSink:
         if self._progress:
             self._progress.update(self._task, completed=step, text=text)
         elif "charts/SPS" in logs:
-            left = (self._total - step) / logs["charts/SPS"]
+            left = (self._total - step) * self._num_seeds / logs["charts/SPS"]
             self.console.print(f"step {step:>9,} of {self._total:,}  {text}  {left:.0f} s left")
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from common.devices import shard_rows
 from common.errors import UserError
 
 
@@ -141,7 +142,8 @@ class Replay:
         age, env = incomplete + index // self.num_envs, index % self.num_envs
         batch = self.gather(state, self._time_of(state, age), env)
         valid = batch.weight * (count > 0)
-        return batch._replace(weight=valid * batch_size / jnp.maximum(valid.sum(), 1.0))
+        weight = valid * batch_size / jnp.maximum(valid.sum(), 1.0)  # [B]
+        return shard_rows(batch._replace(weight=weight))
 
     def gather(self, state: ReplayState, time: Array, env: Array) -> Batch:
         """Return the transitions of rows (time, env) [B]; their weight is their validity."""

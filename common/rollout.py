@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from common.devices import shard_rows
 from common.replay import Transition
 
 LARGEST_PACKED = 4096
@@ -79,7 +80,7 @@ def learn_minibatches(
 
 def take_minibatch(batch: Batch, rows: Array) -> Batch:
     """Return some rows of a batch, with weights whose mean is 1 again."""
-    minibatch = jax.tree.map(lambda x: x[rows], batch)
+    minibatch = shard_rows(jax.tree.map(lambda x: x[rows], batch))
     weight = minibatch.weight / jnp.maximum(minibatch.weight.mean(), 1e-8)  # [B]
     return minibatch._replace(weight=weight)
 

@@ -20,8 +20,9 @@ import numpy as np
 from rich.panel import Panel
 
 from common import cli, threads
-from common.checkpoint import checkpointer, resume
+from common.checkpoint import Checkpoints, checkpointer, resume
 from common.config import flag_of
+from common.devices import shard_over_devices
 from common.envs import resolve_backend
 from common.errors import UserError, one_line
 from common.evaluator import evaluator
@@ -34,6 +35,7 @@ from common.logger import (
     logger,
     make_console,
 )
+from common.seeds import batch_seeds, state_of_seed
 
 Call = Callable[[Any], Generator[dict, None, None]]
 
@@ -69,6 +71,8 @@ class _Run:
         if self.run.resume:
             resume(trainer, self.folder() / "checkpoints", say)
             self.first_step = int(trainer.state.step)
+        if self.run.num_devices > 1:
+            shard_over_devices(trainer, self.run.num_devices)
         try:
             stopped_by = self._train(trainer)
             if stopped_by is None:
@@ -145,7 +149,8 @@ class _Run:
         if self.run.device != "auto":
             jax.config.update("jax_platforms", platforms[self.run.device])
         has_gpu = self.run.device != "cpu" and _has_nvidia_device()
-        small = self.run.preset != "atari" and self.config.num_envs <= 256
+        small = self.run.preset != "atari" and self.config.num_envs * self.run.num_seeds <= 256
+        small &= self.run.num_devices == 1
         self.core = threads.use_one_core() if small and not has_gpu else None
         try:
             jax.devices()
@@ -160,7 +165,10 @@ class _Run:
         config = self.config
         if self.run.debug:
             config = dataclasses.replace(config, log_frequency=config.num_envs)
-        return self.trainer_class(config)
+        trainer = self.trainer_class(config)
+        if self.run.num_seeds > 1:
+            batch_seeds(trainer, self.run.num_seeds)
+        return trainer
 
     def _decorated(self, call: Call) -> Call:
         run, say = self.run, self.console.print
@@ -186,7 +194,13 @@ class _Run:
         sinks: list[Callable[[], Sink]] = [
             partial(CsvSink, folder / "metrics.csv", first_step, self.start_time),
             partial(TensorBoardSink, folder, first_step),
-            partial(ConsoleSink, self.console, self.config.total_timesteps, first_step),
+            partial(
+                ConsoleSink,
+                self.console,
+                self.config.total_timesteps,
+                first_step,
+                self.run.num_seeds,
+            ),
         ]
         if self.logging.track:
             from common.logger import WandbSink
@@ -207,10 +221,29 @@ class _Run:
             f"evaluation over {self.run.eval_episodes} episodes: {mean:.1f} ± {std:.1f}",
             f"run folder: {folder}",
         ]
+        if self.run.num_seeds > 1:
+            lines[0] = (
+                f"{title} to {self.config.seed + self.run.num_seeds - 1}: {lines[0].partition(': ')[2]}"
+            )
+            lines.append(self._save_seeds(trainer, log_data["logs"]))
         lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self._video(trainer))
         self.console.print(Panel("\n".join(lines), expand=False))
+
+    def _save_seeds(self, trainer: Any, logs: dict[str, float]) -> str:
+        """Give every seed a run folder of its own, with its policy, to load and to evaluate."""
+        step = int(trainer.state.step)
+        for index in range(self.run.num_seeds):
+            seed = self.config.seed + index
+            folder = self.folder() / f"seed_{seed}"
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            _write_json(folder / "config.json", self._flags() | {"seed": seed, "num_seeds": 1})
+            shutil.copyfile(self.source, folder / self.source.name)
+            state = state_of_seed(trainer.state, index)
+            mean = logs[f"seed_{seed}/evaluation_return"]
+            Checkpoints(folder / "checkpoints", keep=1).save(step, state, mean)
+        return f"policies: {self.folder()}/seed_{self.config.seed} to seed_{seed}"
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
         from common.curve import save_curve

@@ -107,7 +107,7 @@ def _make_backend(
 
     family, name = env_id.split("/", 1)
     make = GymnaxEnv if family == "gymnax" else PgxEnv
-    return JaxBackend(make(name, options), len(seeds), seeds[0])
+    return JaxBackend(make(name, options), len(seeds), PURPOSES.index(purpose))
 
 
 def resolve_backend(env_id: str, backend: EnvBackend = "auto") -> EnvBackend:

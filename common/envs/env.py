@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
-from jax import Array
+from jax import Array, lax
 
 from common.errors import UserError, one_line
 
@@ -103,6 +103,7 @@ class Env:
         self.observation_space = backend.observation_space
         self.action_space = backend.action_space
         self.restorable = backend.restorable
+        self.seeds_axis: str | None = None  # the axis of `vmap` over seeds, if there is one
 
     def reset(self, key: Array) -> EnvState:
         """Start N episodes. Call once, before the loop."""
@@ -160,7 +161,9 @@ class Env:
 
     def is_sound(self, state: EnvState) -> Array:
         """Return whether nothing went wrong so far: a condition for loops inside the program."""
-        return state.fault == 0
+        # One answer for all seeds: a condition of each would make the loops select, seed by seed.
+        fault = lax.pmax(state.fault, self.seeds_axis) if self.seeds_axis else state.fault
+        return fault == 0
 
     def check(self, state: EnvState) -> None:
         """Raise what went wrong inside the compiled loop.
@@ -169,7 +172,7 @@ class Env:
             UserError: the environment raised, or gave a value that is not finite, or was given an
                 action outside its space.
         """
-        fault = int(state.fault)
+        fault = int(state.fault.max())
         if fault == HOST_FAILURE:
             failure = self.backend.failure or RuntimeError("unknown failure")
             raise UserError(f"{self.env_id}: {describe_failure(failure)}") from failure

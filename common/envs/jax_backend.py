@@ -49,16 +49,16 @@ class JaxBackend:
     restorable = True
     failure = None
 
-    def __init__(self, env: JaxEnv, num_envs: int, seed: int = 0) -> None:
+    def __init__(self, env: JaxEnv, num_envs: int, stream: int = 0) -> None:
         self.env = env
         self.num_envs = num_envs
-        self.seed = seed  # keeps apart two backends that are reset with the same key
+        self.stream = stream  # keeps apart two backends that are reset with the same key
         self.observation_space = env.observation_space
         self.action_space = env.action_space
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """Start N episodes; traceable, so that seeds can be batched."""
-        key = jax.random.fold_in(key, self.seed)
+        key = jax.random.fold_in(key, self.stream)
         env_keys = jax.random.split(key, (self.num_envs, 2))  # [N, 2]
         state, obs = jax.vmap(self.env.reset)(env_keys[:, 0])
         # Copies, because an environment may hold one array in two fields (as last and current

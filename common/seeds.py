@@ -1,0 +1,65 @@
+"""Many seeds in one program: the whole training process under `vmap`, for JAX environments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from common.errors import UserError
+from common.replay import ReplayState
+
+SEEDS_AXIS = "seeds"
+
+
+def batch_seeds(trainer: Any, num_seeds: int) -> None:
+    """Make a trainer train the seeds `config.seed` to `config.seed + num_seeds - 1` at once.
+
+    Every array of `trainer.state` gets a leading axis of seeds, but for `step` and the replay's
+    position, which all seeds share; so do the metrics that `trainer._run` returns. A seed learns
+    what it would learn alone, up to the rounding of larger matrix products.
+
+    Raises:
+        UserError: the environment is not written in JAX.
+    """
+    if not trainer.env.restorable:
+        trainer.env.close()
+        raise UserError(
+            f"--num-seeds {num_seeds} needs a JAX environment, such as gymnax/CartPole-v1, not "
+            f"{trainer.env.env_id}; for others start a run for each seed, or benchmarks/sweep.py"
+        )
+    seeds = range(trainer.config.seed, trainer.config.seed + num_seeds)
+    state = jax.vmap(trainer._init_state)(jnp.stack([jax.random.key(seed) for seed in seeds]))
+    axes = _axes(state)
+    trainer.env.seeds_axis = SEEDS_AXIS
+    trainer.evaluator.num_seeds = num_seeds
+    trainer.state = jax.tree.map(
+        lambda axis, x: jax.tree.map(lambda y: y[0], x) if axis is None else x,
+        axes,
+        state,
+        is_leaf=lambda axis: axis is None,
+    )
+    run = jax.vmap(
+        trainer._run_iterations,
+        in_axes=(axes, None),
+        out_axes=(axes, 0),
+        axis_name=SEEDS_AXIS,
+    )
+    trainer._run = jax.jit(run, donate_argnums=0)
+
+
+def state_of_seed(state: Any, index: int) -> Any:
+    """Return the TrainState of one seed, as its run alone would have it."""
+    return jax.tree.map(
+        lambda axis, x: x if axis is None else jax.tree.map(lambda y: y[index], x),
+        _axes(state),
+        state,
+        is_leaf=lambda axis: axis is None,
+    )
+
+
+def _axes(state: Any) -> Any:
+    """Return the axis of seeds for each part of a TrainState; None for what all seeds share."""
+    axes = {name: None if name == "step" else 0 for name in state._fields}
+    if "replay" in axes:
+        axes["replay"] = ReplayState(storage=0, stack_start=0, position=None, size=None)  # type: ignore
+    return type(state)(**axes)
