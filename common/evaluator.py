@@ -46,9 +46,7 @@ class Evaluator:
         initial_core: Callable[[int], Any] = lambda num_envs: (),
     ) -> None:
         self.config, self.predict, self.initial_core = config, predict, initial_core
-        self.num_seeds: int | None = (
-            None  # with seeds, every array of `learner` has an axis of them
-        )
+        self.num_seeds: int | None = None  # axis 0 of `learner`, where there is one of seeds
         self._env: Env | None = None
 
     def __call__(self, learner: Any, step: int, num_episodes: int) -> dict:
@@ -99,10 +97,9 @@ class Evaluator:
             env_key, key = jax.random.split(_evaluation_key(self.config.seed, step))
             return env.reset(env_key), key
         seeds = range(self.config.seed, self.config.seed + self.num_seeds)
-        keys = jnp.stack(
-            [jax.random.split(_evaluation_key(seed, step)) for seed in seeds]
-        )  # [S, 2]
-        return jax.vmap(env.reset)(keys[:, 0]), keys[:, 1]
+        keys = jnp.stack([_evaluation_key(seed, step) for seed in seeds])  # [S]
+        env_keys, keys = jax.vmap(jax.random.split, out_axes=1)(keys)  # [S], [S]
+        return jax.vmap(env.reset)(env_keys), keys
 
     def _play_seeds(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
         return jax.vmap(partial(self._play, quota=quota))(learner, env_state, key)

@@ -22,12 +22,14 @@ class Policy:
     def __init__(self, trainer: Any, step: int) -> None:
         self.trainer, self.step = trainer, step
         self._key = jax.random.key(0)
-        self._predict = jax.jit(trainer.agent.predict)
+        self._act = jax.jit(trainer.evaluator.act)
+        self._core: Any = None
 
     def predict(self, obs: Any) -> np.ndarray:
         """Return the evaluation actions [B, *action] for a batch of observations [B, *obs].
 
-        A single observation [*obs] gives a single action.
+        A single observation [*obs] gives a single action. A recurrent policy remembers from call to
+        call; call `reset` where an episode starts.
 
         Raises:
             UserError: the observations have another shape than the environment's.
@@ -36,8 +38,19 @@ class Policy:
         single = _batch_rank(space, obs) == 0
         batch = jax.tree.map(lambda x: np.asarray(x)[None] if single else np.asarray(x), obs)
         self._key, key = jax.random.split(self._key)
-        action = self._predict(self.trainer.state.learner, batch, key)
+        size = len(jax.tree.leaves(batch)[0])
+        if self._core is None:
+            self._core = self.trainer.evaluator.initial_core(size)
+        memory = self._core, np.ones(size, bool)
+        action, self._core = self._act(self.trainer.state.learner, batch, key, memory)
         return jax.tree.map(lambda x: np.asarray(x[0] if single else x), action)
+
+    def reset(self, started: Any = None) -> None:
+        """Forget the past: of all episodes, or of those that `started` [B] marks."""
+        if started is None or self._core is None:
+            self._core = None
+        else:
+            self._core = jax.tree.map(lambda x: x * ~np.asarray(started)[:, None], self._core)
 
 
 def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
@@ -59,6 +72,11 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
         names = module.Config.__dataclass_fields__
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
+    if saved.get("num_seeds", 1) > 1:
+        raise UserError(
+            f"{folder} holds {saved['num_seeds']} seeds; give one of its folders, such as "
+            f"{folder}/seed_{saved['seed']}"
+        )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
     trainer = module.Trainer(module.Config(**values))
     checkpoints = folder / "checkpoints"

@@ -137,10 +137,12 @@ class _Run:
 
     def _check_before_start(self) -> None:
         if self.run.resume:
-            _check_resume(Path(self.run.resume), self.config)
+            _check_resume(Path(self.run.resume), self.config, self.run.num_seeds)
             _check_writable(Path(self.run.resume), "--resume")
         else:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
+        if self.run.num_seeds > 1 and self.run.num_devices > 1:
+            raise UserError("--num-seeds and --num-devices cannot go together; leave one out")
         if self.logging.track and self.logging.wandb_mode == "online":
             _check_wandb_login()
 
@@ -215,35 +217,33 @@ class _Run:
         result = {"steps": int(trainer.state.step), "episodes": self.run.eval_episodes}
         result |= {"evaluation_return": mean, "evaluation_std": std}
         result |= {"device": jax.devices()[0].device_kind}
-        title = f"{self.algo} on {self.config.env_id}, seed {self.config.seed}"
+        first, last = self.config.seed, self.config.seed + self.run.num_seeds - 1
+        seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
+        title = f"{self.algo} on {self.config.env_id}, {seeds}"
         lines = [
             f"{title}: {self.config.total_timesteps:,} steps",
             f"evaluation over {self.run.eval_episodes} episodes: {mean:.1f} ± {std:.1f}",
             f"run folder: {folder}",
         ]
         if self.run.num_seeds > 1:
-            lines[0] = (
-                f"{title} to {self.config.seed + self.run.num_seeds - 1}: {lines[0].partition(': ')[2]}"
-            )
-            lines.append(self._save_seeds(trainer, log_data["logs"]))
+            self._save_seeds(trainer, log_data["logs"])
+            lines.append(f"policies: its folders seed_{first} to seed_{last}")
         lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self._video(trainer))
         self.console.print(Panel("\n".join(lines), expand=False))
 
-    def _save_seeds(self, trainer: Any, logs: dict[str, float]) -> str:
-        """Give every seed a run folder of its own, with its policy, to load and to evaluate."""
-        step = int(trainer.state.step)
+    def _save_seeds(self, trainer: Any, logs: dict[str, float]) -> None:
+        """Give every seed a run folder of its own, to load, to evaluate and to go on with."""
         for index in range(self.run.num_seeds):
             seed = self.config.seed + index
             folder = self.folder() / f"seed_{seed}"
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             _write_json(folder / "config.json", self._flags() | {"seed": seed, "num_seeds": 1})
             shutil.copyfile(self.source, folder / self.source.name)
             state = state_of_seed(trainer.state, index)
             mean = logs[f"seed_{seed}/evaluation_return"]
-            Checkpoints(folder / "checkpoints", keep=1).save(step, state, mean)
-        return f"policies: {self.folder()}/seed_{self.config.seed} to seed_{seed}"
+            Checkpoints(folder / "checkpoints", keep=1).save(int(state.step), state, mean)
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
         from common.curve import save_curve
@@ -370,9 +370,9 @@ def _check_writable(path: Path, flag: str) -> None:
         ) from error
 
 
-def _check_resume(folder: Path, config: Any) -> None:
+def _check_resume(folder: Path, config: Any, num_seeds: int) -> None:
     saved = json.loads((folder / "config.json").read_text())
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in (dataclasses.asdict(config) | {"num_seeds": num_seeds}).items():
         before = saved.get(name, value)
         before = tuple(before) if isinstance(before, list) else before
         if name != "total_timesteps" and before != value:
