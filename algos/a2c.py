@@ -38,7 +38,7 @@ from common.targets import gae
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are the paper's but for the step size."""
+    """Hyper-parameters; step size, c_V and gradient norm are those of OpenAI Baselines."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -130,7 +130,7 @@ class Algorithm:
         return Batch(rollout.obs, rollout.action, log_prob, value, *targets)
 
     def policy_loss(self, log_prob: Array, batch: Batch) -> Array:
-        """-E[log π(a|s) Â] (section 4.3)."""
+        """-E[log π(a|s) Â]."""
         advantages = batch.advantages
         if self.config.normalize_advantages:
             advantages = standardize(advantages, batch.weight)

@@ -14,19 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
-# c51_jax.py, ppo.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
-PUBLISHED_STEPS = 500_000
-PUBLISHED = {
-    ("dqn", "CartPole-v1"): 498,
-    ("dqn", "Acrobot-v1"): -89,
-    ("dqn", "MountainCar-v0"): -189,
-    ("c51", "CartPole-v1"): 491,
-    ("c51", "Acrobot-v1"): -87,
-    ("ppo", "CartPole-v1"): 490,
-    ("ppo", "Acrobot-v1"): -86,
-    ("ppo", "MountainCar-v0"): -200,
-    ("pqn", "CartPole-v1"): 495,
-    ("pqn", "Acrobot-v1"): -96,
+# c51_jax.py, ppo.py, ppo_continuous_action.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
+PUBLISHED: dict[tuple[str, str, int], int] = {
+    ("dqn", "CartPole-v1", 500_000): 498,
+    ("dqn", "Acrobot-v1", 500_000): -89,
+    ("dqn", "MountainCar-v0", 500_000): -189,
+    ("c51", "CartPole-v1", 500_000): 491,
+    ("c51", "Acrobot-v1", 500_000): -87,
+    ("ppo", "CartPole-v1", 500_000): 490,
+    ("ppo", "Acrobot-v1", 500_000): -86,
+    ("ppo", "MountainCar-v0", 500_000): -200,
+    ("ppo", "HalfCheetah-v4", 1_000_000): 1443,
+    ("ppo", "Walker2d-v4", 1_000_000): 2288,
+    ("ppo", "Hopper-v4", 1_000_000): 2383,
+    ("pqn", "CartPole-v1", 500_000): 495,
+    ("pqn", "Acrobot-v1", 500_000): -96,
 }
 
 Curve = list[tuple[int, float, float]]
@@ -180,7 +182,7 @@ def markdown_report(groups: list[list[Result]]) -> str:
         "",
         "Mean ± standard deviation over seeds. Training return: all episodes that ended in the "
         "last 10 % of the steps. Evaluation return: the final policy. Published: CleanRL's "
-        f"training return, 3 seeds, {PUBLISHED_STEPS:,} steps. SPS: env steps a second, median "
+        "training return, 3 seeds, as many steps. SPS: env steps a second, median "
         "of the log points.",
         "",
         *(_markdown_origin(group) for group in groups),
@@ -190,14 +192,14 @@ def markdown_report(groups: list[list[Result]]) -> str:
 
 def _markdown_row(group: list[Result]) -> str:
     first = group[0]
-    published = PUBLISHED.get((first.algo, first.env_id), "–")
+    published = PUBLISHED.get((first.algo, first.env_id, first.steps), "–")
     cells = (
         first.algo,
         first.env_id,
         len(group),
         f"{first.steps:,}",
         _mean_and_std([result.training_return for result in group]),
-        published if first.steps == PUBLISHED_STEPS else "–",
+        published,
         _mean_and_std([result.evaluation_return for result in group]),
         f"{np.mean([result.SPS for result in group]):,.0f}",
         f"{np.mean([result.seconds for result in group]) / 60:.1f}",

@@ -78,33 +78,40 @@ def main(options: Options) -> None:
     print(table)
 
 
-def run_worker(options: Options, cores: set[int]) -> dict[str, float]:
+def run_worker(options: Any, cores: set[int], program: str = __file__) -> dict[str, float]:
     """Measure everything in a process of its own on the given cores."""
-    command = [sys.executable, __file__, "--worker", "--repeats", str(options.repeats)]
-    command += ["--seconds", str(options.seconds)]
-    command += ["--num-envs", *map(str, options.num_envs)]
+    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
+    return in_process([program, *flags, "--num-envs", *map(str, options.num_envs)], cores)
+
+
+def in_process(command: list[str], cores: set[int]) -> Any:
+    """Run a Python program on the given cores; return its last line, which is JSON."""
+    command = [sys.executable, *command]
     environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
     with on_cores(cores):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    done.check_returncode()
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_plain(options: Options, cores: list[int]) -> dict[str, float]:
-    """Start algos/dqn.py as a user does, and pinned by hand, in turn; read the SPS it logged."""
+def run_plain(options: Any, cores: list[int], algo: str = "dqn") -> dict[str, float]:
+    """Start algos/ALGO.py as a user does, and pinned by hand, in turn; read the SPS it logged."""
     rates: dict[str, list[float]] = {}
     for _ in range(3):
         for num_envs in options.num_envs:
             for name, chosen in (("plain", set(cores)), ("pinned", {cores[0]})):
-                rate = logged_rate(num_envs, chosen)
+                rate = logged_rate(algo, num_envs, chosen)
                 rates.setdefault(f"{name} {num_envs}", []).append(rate)
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def logged_rate(num_envs: int, cores: set[int]) -> float:
+def logged_rate(algo: str, num_envs: int, cores: set[int]) -> float:
     """Return the median SPS in metrics.csv of a run of 300,000 steps, the first third left out."""
     environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "algos" / "dqn.py"), "--runs-dir", folder]
+        command = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), "--runs-dir", folder]
         command += ["--num-envs", str(num_envs), "--total-timesteps", "304000"]
         command += ["--eval-frequency", "0", "--checkpoint-frequency", "0"]
         with on_cores(cores):
@@ -119,7 +126,7 @@ def measure_all(options: Options) -> dict[str, float]:
     """Return env steps a second by name, as medians of interleaved repeats."""
     from algos.dqn import Config
 
-    measures: dict[str, tuple[Measure, int]] = {}
+    measures: dict[str, tuple[Measure, float]] = {}
     for num_envs in options.num_envs:
         config = Config(num_envs=num_envs)
         measures[f"loop {num_envs}"] = loop_measure(config), num_envs
@@ -129,20 +136,34 @@ def measure_all(options: Options) -> dict[str, float]:
     gymnax = Config(env_id="gymnax/CartPole-v1", num_envs=10)
     measures["gymnax loop 10"] = loop_measure(gymnax), 10
     measures["gymnax env 10"] = env_measure(gymnax), 10
-    counts = {name: calibrate(run, options.seconds) for name, (run, _) in measures.items()}
+    return median_rates(measures, options.repeats, options.seconds)
+
+
+def median_rates(
+    measures: dict[str, tuple[Measure, float]], repeats: int, seconds: float, first: int = 100
+) -> dict[str, float]:
+    """Return what each measure does in a second: medians of interleaved repeats.
+
+    Args:
+        measures: what to run, and what one iteration of it counts for (env steps, say).
+        repeats: repeats of each.
+        seconds: length of one repeat.
+        first: iterations tried first to find how many fill a repeat.
+    """
+    counts = {name: calibrate(run, seconds, first) for name, (run, _) in measures.items()}
     rates: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(options.repeats):
-        for name, (run, steps) in measures.items():
+    for _ in range(repeats):
+        for name, (run, amount) in measures.items():
             start = time.perf_counter()
             run(counts[name])
-            rates[name].append(counts[name] * steps / (time.perf_counter() - start))
+            rates[name].append(counts[name] * amount / (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def calibrate(run: Measure, seconds: float) -> int:
+def calibrate(run: Measure, seconds: float, first: int = 100) -> int:
     """Return how many iterations take about `seconds`; compiles on the way."""
-    run(10)
-    count = 100
+    run(max(1, first // 10))
+    count = first
     while True:
         start = time.perf_counter()
         run(count)
@@ -168,14 +189,14 @@ def loop_measure(config: Any) -> Measure:
     return run
 
 
-def env_measure(config: Any) -> Measure:
+def env_measure(config: Any, purpose: Any = "evaluate") -> Measure:
     """Vector steps of the environments alone."""
     import jax
     from jax import lax
 
     from common.envs import make_env
 
-    env = make_env(config, "evaluate")
+    env = make_env(config, purpose)
     num_actions = int(env.action_space.n)  # type: ignore[attr-defined]
 
     @jax.jit
@@ -313,22 +334,33 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "commit": describe_commit(),
-        "command": "python " + " ".join(["benchmarks/throughput.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def learn_figure(figures: dict[str, float], num_envs: int) -> float:
+    """Return the rate of the updates alone, which may depend on the number of environments."""
+    return figures.get(f"learn {num_envs}") or figures["learn"]
 
 
 def share_of_limit(figures: dict[str, float], num_envs: int) -> float:
     """Return loop / limit for one number of environments."""
-    limit = 1 / (1 / figures[f"env {num_envs}"] + 1 / figures["learn"])
+    limit = 1 / (1 / figures[f"env {num_envs}"] + 1 / learn_figure(figures, num_envs))
     return figures[f"loop {num_envs}"] / limit
 
 
-def as_table(results: dict[str, Any]) -> str:
+def describe_figures(title: str, machine: dict[str, Any]) -> str:
+    """Return the line over a table: what was measured, on which machine, by which command."""
+    return (
+        f"{title}: {machine['cpu']}, {machine['cores']} cores, "
+        f"jax {machine['jax']}, commit {machine['commit']}, `{machine['command']}`"
+    )
+
+
+def as_table(results: dict[str, Any], algo: str = "dqn") -> str:
     """Return the figures as a markdown table."""
-    machine = results["machine"]
     lines = [
-        f"DQN on CartPole-v1, env steps a second: {machine['cpu']}, {machine['cores']} cores, "
-        f"jax {machine['jax']}, commit {machine['commit']}, `{machine['command']}`",
+        describe_figures(f"{algo.upper()} on CartPole-v1, env steps a second", results["machine"]),
         "",
         "| cores | envs | loop | baseline | loop / baseline | env | learn | share of limit |",
         "|---|---|---|---|---|---|---|---|",
@@ -341,24 +373,31 @@ def as_table(results: dict[str, Any]) -> str:
             loop, baseline, env = (figures[f"{k} {n}"] for k in ("loop", "baseline", "env"))
             lines.append(
                 f"| {cores} | {n} | {loop:,.0f} | {baseline:,.0f} | {loop / baseline:.1f} | "
-                f"{env:,.0f} | {figures['learn']:,.0f} | {share_of_limit(figures, n):.0%} |"
+                f"{env:,.0f} | {learn_figure(figures, n):,.0f} | {share_of_limit(figures, n):.0%} |"
             )
-    lines += ["", "| started as | envs | SPS logged | of pinned by hand |", "|---|---|---|---|"]
-    figures = results["figures"]["one core"]
-    for name in figures:
-        if name.startswith("plain "):
-            n = name.split()[1]
-            plain, pinned = figures[name], figures[f"pinned {n}"]
-            command = f"`python algos/dqn.py --num-envs {n}`"
-            lines.append(f"| {command} | {n} | {plain:,.0f} | {plain / pinned:.0%} |")
-    lines += ["", "| gymnax/CartPole-v1, 10 envs | loop | env |", "|---|---|---|"]
+    lines += plain_table(results["figures"]["one core"], algo)
+    (gymnax,) = (name for name in figures if name.startswith("gymnax loop "))
+    n = int(gymnax.split()[2])
+    lines += ["", f"| gymnax/CartPole-v1, {n} envs | loop | env |", "|---|---|---|"]
     for cores, figures in results["figures"].items():
-        loop, env = figures["gymnax loop 10"], figures["gymnax env 10"]
+        loop, env = figures[f"gymnax loop {n}"], figures[f"gymnax env {n}"]
         lines.append(f"| {cores} | {loop:,.0f} | {env:,.0f} |")
     return "\n".join(lines) + "\n"
 
 
-def save_picture(results: dict[str, Any], path: Path) -> None:
+def plain_table(figures: dict[str, float], algo: str) -> list[str]:
+    """Return the lines that compare a plain start with one pinned by hand."""
+    lines = ["", "| started as | envs | SPS logged | of pinned by hand |", "|---|---|---|---|"]
+    for name in figures:
+        if name.startswith("plain "):
+            n = name.split()[1]
+            plain, pinned = figures[name], figures[f"pinned {n}"]
+            command = f"`python algos/{algo}.py --num-envs {n}`"
+            lines.append(f"| {command} | {n} | {plain:,.0f} | {plain / pinned:.0%} |")
+    return lines
+
+
+def save_picture(results: dict[str, Any], path: Path, algo: str = "dqn") -> None:
     """Draw loop, baseline and limit on one core as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -368,12 +407,13 @@ def save_picture(results: dict[str, Any], path: Path) -> None:
     limits = [figures[f"loop {n}"] / share_of_limit(figures, n) for n in counts]
     bars = {
         "Python loop over gymnasium.make_vec": [figures[f"baseline {n}"] for n in counts],
-        "algos/dqn.py": [figures[f"loop {n}"] for n in counts],
+        f"algos/{algo}.py": [figures[f"loop {n}"] for n in counts],
         "limit: environment + learning": limits,
     }
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title="DQN on CartPole-v1, one core", ylabel="env steps a second")
+    title = f"{algo.upper()} on CartPole-v1, one core"
+    axes = figure.add_subplot(title=title, ylabel="env steps a second")
     for i, (label, values) in enumerate(bars.items()):
         positions = [x + (i - 1) * 0.27 for x in range(len(counts))]
         axes.bar_label(axes.bar(positions, values, 0.25, label=label), fmt="{:,.0f}")

@@ -162,7 +162,7 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
 
 def _auto_preset(env_id: str, backend: str | None, presets: dict) -> str:
     """Return atari for envpool's Atari ids, mujoco for continuous actions, else classic."""
-    name = env_id.rpartition("/")[2]
+    name = env_id.removeprefix("gymnax/")
     if "mujoco" not in presets and not name.endswith("-v5"):
         return "classic"
     import envpool

@@ -165,12 +165,10 @@ class PolicyHead(nnx.Module):
 
     def __init__(self, num_features: int, space: Any, rngs: nnx.Rngs, scale: float = 0.01) -> None:
         self.space = space
-        sizes = {
-            spaces.Discrete: lambda: int(space.n),
-            spaces.MultiDiscrete: lambda: int(space.nvec.sum()),
-            spaces.Box: lambda: math.prod(space.shape),
-        }
-        num_outputs = sizes[type(space)]()
+        if isinstance(space, spaces.Box):
+            num_outputs = math.prod(space.shape)
+        else:
+            num_outputs = int(np.sum(space.nvec if hasattr(space, "nvec") else space.n))
         init = nnx.initializers.orthogonal(scale)
         self.linear = nnx.Linear(num_features, num_outputs, kernel_init=init, rngs=rngs)
         self.log_std = nnx.Param(jnp.zeros(num_outputs if isinstance(space, spaces.Box) else 0))

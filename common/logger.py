@@ -56,7 +56,8 @@ def log_points(
             others are shown as losses/NAME, the mean of an update.
 
     Where the arrays have an axis of seeds, env steps a second are those of all seeds, the deviation
-    of their returns is shown beside the mean, and all other figures are means over the seeds.
+    of their returns is shown beside the mean, games are counted over all seeds, and all other
+    figures are means over the seeds.
 
     Raises:
         UserError: an environment failed.

@@ -16,7 +16,7 @@ def gae(
 ) -> Array:
     """Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438).
 
-        δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)                     (eq. 9)
+        δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)
         Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1}                                    (eq. 16)
 
     Args:
@@ -37,7 +37,7 @@ def gae(
 def td_lambda_return(
     reward: Array, terminated: Array, truncated: Array, value: Array, gamma: float, lambda_: float
 ) -> Array:
-    """λ-return (Sutton and Barto 2018, eq. 12.3, http://incompleteideas.net/book/the-book.html).
+    """λ-return (Sutton and Barto 2018, section 12.1, http://incompleteideas.net/book/the-book.html).
 
         G_t = r_t + γ (1 - terminated_t) ((1 - λ_t) V(s_{t+1}) + λ_t G_{t+1})
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 import sys
+import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -28,7 +29,7 @@ from toy_envs import (
 )
 
 import common.envs
-from common.envs import Env, make_env, require_action_space, resolve_backend
+from common.envs import Env, make_env, require_action_space, resolve_backend, scale_action
 from common.envs.env import EnvState
 from common.envs.envpool_backend import PoolStepper
 from common.envs.host import HostBackend
@@ -414,6 +415,124 @@ def test_require_action_space() -> None:
     require_action_space("dqn", env, spaces.Discrete)
     with pytest.raises(UserError, match=r"sac needs a Box action space, ToyCount-v0 has Discrete"):
         require_action_space("sac", env, spaces.Box)
+
+
+class ClosingEnv:
+    env_id = "Thing-v0"
+
+    def __init__(self, action_space):
+        self.action_space, self.closed = action_space, False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("space", "kinds", "accepted"),
+    [
+        (spaces.Discrete(2), (spaces.Box,), "a Box action space"),
+        (spaces.Discrete(2), (spaces.MultiDiscrete, spaces.Box), "a MultiDiscrete or Box action"),
+        (
+            spaces.Dict(a=spaces.Discrete(2)),
+            (spaces.Discrete, spaces.MultiDiscrete, spaces.Box),
+            "a Discrete, MultiDiscrete or Box action space",
+        ),
+        (
+            spaces.Box(0, 3, (2,), np.int32),
+            (spaces.Discrete, spaces.Box),
+            "a Discrete or Box action space",
+        ),
+    ],
+)
+def test_require_action_space_names_all_that_it_takes(space, kinds, accepted):
+    env = ClosingEnv(space)
+    with pytest.raises(UserError) as refused:
+        require_action_space("ppo", env, *kinds)
+    text = str(refused.value)
+    assert text.startswith(f"ppo needs {accepted}") and f"Thing-v0 has {space};" in text
+    assert env.closed
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(2), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2,))]
+)
+def test_require_action_space_takes_any_of_several(space):
+    env = ClosingEnv(space)
+    require_action_space("ppo", env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
+    assert not env.closed
+
+
+# --- scale_action ---------------------------------------------------------------------------------
+
+
+def box(low, high, dtype=np.float32):
+    return spaces.Box(np.array(low, dtype), np.array(high, dtype), dtype=dtype)
+
+
+def scaled(space, action):
+    return np.asarray(jax.jit(lambda action: scale_action(space, action))(np.float32(action)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_actions_of_a_box_span_its_bounds(dtype):
+    space = box([-2, 0, 10], [2, 1, 50], dtype)
+    action = scaled(space, [[-1, -1, -1], [1, 1, 1], [0, 0, 0], [0.5, -0.5, 0.25]])
+    assert action.dtype == np.float32
+    expected = [[-2, 0, 10], [2, 1, 50], [0, 0.5, 30], [1, 0.25, 35]]
+    np.testing.assert_allclose(action, expected, rtol=1e-6)
+    np.testing.assert_allclose(scaled(space, [[-1.5, -7, -1e9], [1.01, 2, np.inf]]), expected[:2])
+
+
+def test_dimensions_without_two_finite_bounds_are_only_clipped():
+    space = box([-np.inf, -np.inf, 1, -4], [np.inf, 3, np.inf, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        action = scaled(space, [[0.5, 0.5, 2.5, 0.5], [-70, -70, 0, -70], [70, 70, 70, 70]])
+    assert action.tolist() == [[0.5, 0.5, 2.5, 2], [-70, -70, 1, -4], [70, 3, 70, 4]]
+
+
+def test_the_widest_bounds_do_not_overflow():
+    limit = np.finfo(np.float32).max
+    action = scaled(box([-limit, limit / 2], [limit, limit]), [[0, 0], [1, 1], [-1, -1]])
+    expected = np.array([[0, 0.75], [1, 1], [-1, 0.5]]) * np.float64(limit)
+    np.testing.assert_allclose(action, expected, rtol=1e-6)
+
+
+def test_rounding_never_leaves_the_bounds():
+    rng = np.random.default_rng(0)
+    low = (rng.normal(size=5000) * 10.0 ** rng.integers(-3, 4, 5000)).astype(np.float32)
+    high = low + (rng.random(5000) * 10.0 ** rng.integers(-6, 4, 5000)).astype(np.float32)
+    space = box(low, high)
+    center, half = (low + high) / 2, (high - low) / 2
+    assert (center + half > high).any() and (center - half < low).any(), "rounding does leave them"
+    edges = np.float32([1, -1, np.nextafter(np.float32(1), np.float32(0)), 1e30])
+    action = scaled(space, np.tile(edges[:, None], 5000))
+    assert (action >= low).all() and (action <= high).all()
+    np.testing.assert_allclose(action[0], high, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_actions_take_the_shape_of_the_box(shape):
+    low = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    space = box(low, low + 10)
+    action = scaled(space, np.full((4, low.size), 0.5))
+    assert action.shape == (4, *shape)
+    np.testing.assert_allclose(action, np.tile(low + 7.5, (4, *(1 for _ in shape))), rtol=1e-6)
+    assert all(row in space for row in action)
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "expected"),
+    [
+        (spaces.Discrete(3), [0, 2, 1], [0, 2, 1]),
+        (spaces.Discrete(3, start=5), [0, 2, 1], [0, 2, 1]),
+        (spaces.MultiDiscrete([2, 9]), [[1, 8], [0, 3]], [[1, 8], [0, 3]]),
+        (spaces.MultiDiscrete([[2], [9]]), [[1, 8], [0, 3]], [[[1], [8]], [[0], [3]]]),
+    ],
+)
+def test_discrete_actions_only_change_their_shape(space, action, expected):
+    action = scale_action(space, jnp.array(action, jnp.int32))
+    assert action.dtype == jnp.int32 and action.tolist() == expected
 
 
 # --- seeds ----------------------------------------------------------------------------------------

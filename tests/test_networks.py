@@ -1,5 +1,6 @@
 """Encoders and layers against hand-written numpy."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gymnasium import spaces
+from jax import lax
 
 from common.networks import MLP, Conv, Encoder, NatureCNN, is_image
 
@@ -138,49 +140,77 @@ def test_mlp_without_layers_passes_its_input() -> None:
     np.testing.assert_array_equal(MLP((2,), nnx.Rngs(0))(jnp.float32([[-1, 2]])), [[-1, 2]])
 
 
+# inputs, outputs, kernel, stride, height: width is 3 more
 CONVOLUTIONS = [
-    (3, 5, 8, 4, 36),
+    (3, 5, 8, 4, 39),
     (5, 4, 4, 2, 9),
     (4, 6, 3, 1, 7),
     (2, 3, 1, 1, 4),
     (1, 2, 3, 2, 8),
+    (2, 3, 5, 3, 13),
+    (2, 3, 2, 2, 2),
 ]
 
 
-def value_and_grads(conv: Conv, x: Any, weight: Any) -> tuple:
-    graph, params = nnx.split(conv)
+def assert_near(got: Any, expected: Any) -> None:
+    """Compare to 1e-5 of the largest entry."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    scale = float(np.abs(expected).max())
+    assert scale > 0
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * scale)
 
-    def loss(params: Any, x: Any) -> Any:
-        out = nnx.merge(graph, params)(x)
+
+def conv_and_reference(inputs: int, outputs: int, kernel: int, stride: int) -> tuple:
+    """Conv and ReLU after nnx.Conv as functions of the same parameters, and these."""
+    conv = nnx.eval_shape(lambda: Conv(inputs, outputs, kernel, stride, nnx.Rngs(0)))
+    size = (kernel, kernel)
+    reference = nnx.eval_shape(
+        lambda: nnx.Conv(inputs, outputs, size, stride, padding="VALID", rngs=nnx.Rngs(0))
+    )
+    graph, plain_graph = nnx.graphdef(conv), nnx.graphdef(reference)
+    rng = np.random.default_rng(2)
+    shapes = {"kernel": (*size, inputs, outputs), "bias": (outputs,)}
+    params = {k: 0.3 * rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
+    return (
+        lambda params, x: nnx.merge(graph, {"conv": params})(x),
+        lambda params, x: jax.nn.relu(nnx.merge(plain_graph, params)(x)),
+        params,
+    )
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "kernel", "stride", "height"), CONVOLUTIONS)
+def test_conv_is_a_convolution_and_relu(
+    inputs: int, outputs: int, kernel: int, stride: int, height: int
+) -> None:
+    *functions, params = conv_and_reference(inputs, outputs, kernel, stride)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, height, height + 3, inputs)).astype(np.float32)
+    rows, columns = ((n - kernel) // stride + 1 for n in x.shape[1:3])
+    weight = rng.normal(size=(2, rows, columns, outputs)).astype(np.float32)
+
+    def loss(convolve: Any, params: Any, x: Any) -> Any:
+        out = convolve(params, x)
         return (out * weight).sum(), out
 
-    step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (_, out), grads = jax.jit(step)(params, x)
-    return out, *jax.tree.leaves(grads)
+    results = []
+    for convolve in functions:
+        grad = jax.jit(jax.grad(partial(loss, convolve), (0, 1), has_aux=True))
+        results.append(jax.tree.leaves(grad(params, x)))
+    assert len(results[0]) == 4, "gradients of bias, kernel and input, and the output"
+    for got, expected in zip(*results, strict=True):
+        assert_near(got, expected)
+    assert (results[0][-1] == 0).any()
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "kernel", "stride", "side"), CONVOLUTIONS)
-def test_patches_equal_the_convolution(
-    inputs: int, outputs: int, kernel: int, stride: int, side: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conv = Conv(inputs, outputs, kernel, stride, nnx.Rngs(0))
-    conv.conv.bias[...] = jnp.arange(float(outputs))
-    rng = np.random.default_rng(0)
-    x = jnp.float32(rng.normal(size=(2, side, side + 3, inputs)))
-    reference = nnx.Conv(
-        inputs, outputs, (kernel, kernel), stride, padding="VALID", rngs=nnx.Rngs(1)
-    )
-    nnx.update(reference, nnx.state(conv.conv))
-    expected = forward(reference, x)
-    weight = jnp.float32(rng.normal(size=expected.shape))
-    results = {}
-    for backend in ("cpu", "gpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        results[backend] = value_and_grads(conv, x, weight)
-    for patches, plain in zip(results["cpu"], results["gpu"], strict=True):
-        np.testing.assert_allclose(patches, plain, rtol=1e-5, atol=1e-5)
-    assert len(results["cpu"]) == 4, "output, and gradients of kernel, bias and input"
-    np.testing.assert_allclose(results["cpu"][0], expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_conv_scales_bytes(stride: int, backend: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    conv, reference, params = conv_and_reference(2, 3, 2, stride)
+    images = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 2), np.uint8)
+    expected = jax.jit(reference)(params, np.float32(images / 255))
+    assert_near(jax.jit(conv)(params, images), expected)
+    assert_near(jax.jit(conv)(params, np.float32(images / 255)), expected)
 
 
 @pytest.mark.parametrize(("backend", "convolutions"), [("cpu", 0), ("gpu", 3)])
@@ -215,14 +245,87 @@ def test_nature_cnn_by_hand() -> None:
     np.testing.assert_allclose(forward(cnn, images), np.maximum(expected, 0), rtol=1e-4, atol=1e-5)
 
 
-def test_channels_first_and_last_give_the_same_features(plain_convolutions: None) -> None:
-    first, last = NatureCNN((4, 50, 40), nnx.Rngs(0)), NatureCNN((50, 40, 4), nnx.Rngs(1))
-    nnx.update(last, nnx.state(first))
-    images = np.random.default_rng(0).integers(0, 256, (2, 4, 50, 40), np.uint8)
-    features = forward(first, images)
-    transposed = forward(last, np.moveaxis(images, 1, -1))
-    np.testing.assert_allclose(features, transposed, rtol=1e-5, atol=1e-6)
-    assert np.abs(features[0] - features[1]).max() > 1e-3
+def plain_nature_cnn(params: Any, images: Any) -> Any:
+    """The same from jax.lax's own convolutions, [B, H, W, C] -> [B, 512]."""
+    x = images / jnp.float32(255)
+    for i, stride in enumerate((4, 2, 1)):
+        conv = params["layers"][i]["conv"]
+        strides, order = (stride, stride), ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(x, conv["kernel"], strides, "VALID", dimension_numbers=order)
+        x = jax.nn.relu(x + conv["bias"])
+    dense = params["dense"]
+    return jax.nn.relu(x.reshape(len(x), -1) @ dense["kernel"] + dense["bias"])
+
+
+WEIGHT = np.random.default_rng(1).normal(size=(32, 512)).astype(np.float32)
+
+
+def nature_cnn(shape: tuple) -> tuple:
+    """The network as a function of its parameters, and these with biases."""
+    cnn = NatureCNN(shape, nnx.Rngs(0))
+    for layer in cnn.layers:
+        layer.conv.bias[...] = jnp.linspace(-0.2, 0.2, len(layer.conv.bias[...]))
+    graph, params = nnx.split(cnn)
+    return lambda params, x: nnx.merge(graph, params)(x), nnx.to_pure_dict(params)
+
+
+def grads_and_features(apply: Any, params: Any, images: Any) -> Any:
+    def loss(params: Any) -> Any:
+        features = apply(params, images)
+        return (features * WEIGHT[: len(images)]).sum(), features
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+@pytest.fixture(scope="module")
+def plain_results() -> Any:
+    """Gradients and features of one image at a time, so that one program serves all batches."""
+    _, params = nature_cnn((36, 40, 3))
+    images = np.random.default_rng(0).integers(0, 256, (32, 36, 40, 3), np.uint8)
+
+    def of_one(image: Any, weight: Any) -> Any:
+        def loss(params: Any) -> Any:
+            features = plain_nature_cnn(params, image[None])[0]
+            return (features * weight).sum(), features
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    grads, features = jax.jit(lambda *rows: lax.map(lambda row: of_one(*row), rows))(images, WEIGHT)
+    return images, jax.tree.map(np.asarray, grads), np.asarray(features)
+
+
+# Up to 8 images go at once, more of them by chunks of 8.
+@pytest.mark.parametrize(
+    ("batch", "channels_first"),
+    [(1, False), (7, True), (8, False), (9, True), (32, False)],
+)
+def test_nature_cnn_by_chunks(batch: int, channels_first: bool, plain_results: Any) -> None:
+    images, grads, features = plain_results
+    images = np.moveaxis(images, -1, 1) if channels_first else images
+    apply, params = nature_cnn(images.shape[1:])
+    got = jax.jit(partial(grads_and_features, apply))(params, images[:batch])
+    assert_near(got[1], features[:batch])
+    expected = jax.tree.map(lambda x: x[:batch].sum(axis=0), grads)
+    jax.tree.map(assert_near, got[0], expected)
+
+
+def test_nature_cnn_inside_a_loop(plain_results: Any) -> None:
+    images, grads, _ = plain_results
+    apply, params = nature_cnn(images.shape[1:])
+    rows = np.random.default_rng(0).integers(0, 32, (3, 9))
+
+    def loss(params: Any, images: Any, weight: Any) -> Any:
+        return (apply(params, images) * weight).sum()
+
+    def learn(i: Any, sums: Any) -> Any:
+        row = jnp.asarray(rows)[i]
+        minibatch = jnp.asarray(images)[row], jnp.asarray(WEIGHT)[row]
+        return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, *minibatch))
+
+    zeros = jax.tree.map(np.zeros_like, params)
+    got = jax.jit(lambda: lax.fori_loop(0, 3, learn, zeros))()
+    expected = jax.tree.map(lambda x: x[rows.ravel()].sum(axis=0), grads)
+    jax.tree.map(assert_near, got, expected)
 
 
 def test_atari_shape() -> None:

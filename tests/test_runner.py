@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,18 @@ from rich.console import Console
 from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from algos import ppo
 from algos.dqn import PRESETS, Config, Trainer
 from common import cli
+from common.envs import EpisodeSummary
 from common.errors import UserError
 from common.evaluator import MAX_EPISODE_STEPS
 from common.logger import (
     ConsoleSink,
     CsvSink,
+    LogStart,
     TensorBoardSink,
+    log_intervals,
     log_points,
     logger,
     make_console,
@@ -176,6 +181,35 @@ def test_preset(flags, preset):
     assert options.config.frame_stack == PRESETS[preset].get("frame_stack", 1)
 
 
+@pytest.mark.parametrize(
+    ("env_id", "backend", "of_dqn", "of_ppo"),
+    [
+        ("CartPole-v1", None, "classic", "classic"),
+        ("Pendulum-v1", None, "classic", "mujoco"),
+        ("Pendulum-v1", "gymnasium", "classic", "mujoco"),
+        ("HalfCheetah-v4", None, "classic", "mujoco"),
+        ("HalfCheetah-v5", "auto", "classic", "mujoco"),
+        ("gymnax/Pendulum-v1", None, "classic", "mujoco"),
+        ("gymnax/CartPole-v1", "jax", "classic", "classic"),
+        ("Pong-v5", None, "atari", "atari"),
+        ("Pong-v5", "envpool", "atari", "atari"),
+        ("Pong-v5", "gymnasium", "classic", "classic"),
+        ("Pong-v4", None, "classic", "classic"),
+        ("NoSuchThing-v5", None, "classic", "classic"),
+        ("some.module:Thing-v0", None, "classic", "classic"),
+    ],
+)
+def test_the_environment_chooses_the_preset(env_id, backend, of_dqn, of_ppo):
+    assert cli._auto_preset(env_id, backend, PRESETS) == of_dqn
+    assert cli._auto_preset(env_id, backend, ppo.PRESETS) == of_ppo
+
+
+def test_the_chosen_preset_gives_the_defaults():
+    options = cli.parse(ppo.Config, ppo.PRESETS, ["--env-id", "Pendulum-v1"])
+    assert options.run.preset == "mujoco" and options.config.num_steps == 2048
+    assert options.config == ppo.Config(env_id="Pendulum-v1", **ppo.PRESETS["mujoco"])
+
+
 def test_flags_win_over_the_preset():
     options = parse("--env-id", "Pong-v5", "--batch-size", 64)
     assert (options.config.batch_size, options.config.buffer_size) == (64, 1_000_000)
@@ -259,22 +293,65 @@ def test_trainer_closed_early(monkeypatch):
 # Logs
 
 
+def env_of(failure=None):
+    def check(state):
+        if failure:
+            raise failure
+
+    return SimpleNamespace(check=check)
+
+
+def state_of(step, episodes=0, return_sum=0.0, length_sum=0.0):
+    summary = EpisodeSummary(jnp.int32(episodes), jnp.float32(return_sum), jnp.float32(length_sum))
+    return SimpleNamespace(step=jnp.int32(step), env=SimpleNamespace(summary=summary))
+
+
+def seconds_ago(step, seconds):
+    return LogStart(step, time.perf_counter() - seconds)
+
+
 def test_log_points():
-    summary = (jnp.int32(2), jnp.float32(30), jnp.float32(40))
     sums = {"updates": 4.0, "target_updates": 1.0, "td_loss": jnp.float32(8)}
-    collect, train = log_points(100, {"charts/SPS": 5}, summary, sums)
-    logs = {"charts/SPS": 5.0, "charts/episodes": 2.0}
+    state, start = state_of(100, 2, 30, 40), seconds_ago(60, 800)
+    collect, train = log_points(env_of(), state, start, {"charts/epsilon": jnp.float32(0.5)}, sums)
+    assert collect["logs"].pop("charts/SPS") == pytest.approx((100 - 60) / 800, rel=0.05)
+    logs = {"charts/epsilon": 0.5, "charts/episodes": 2.0}
     logs |= {"charts/episodic_return": 15.0, "charts/episodic_length": 20.0}
     assert collect == {"log_type": "collect", "sample_step": 100, "logs": logs}
     logs = {"losses/td_loss": 2.0, "charts/updates": 4.0, "charts/target_updates": 1.0}
     assert train == {"log_type": "train", "sample_step": 100, "logs": logs}
+    values = (collect["sample_step"], *collect["logs"].values(), *train["logs"].values())
+    assert {type(value) for value in values} == {int, float}
 
 
 def test_log_points_without_games_and_updates():
-    summary = (jnp.int32(0), jnp.float32(0), jnp.float32(0))
-    collect, train = log_points(8, {}, summary, {"updates": 0.0, "td_loss": 0.0})
-    assert collect["logs"] == {"charts/episodes": 0.0}
+    sums = {"updates": 0.0, "td_loss": 0.0}
+    collect, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums)
+    assert collect["logs"].keys() == {"charts/SPS", "charts/episodes"}
+    assert collect["logs"]["charts/episodes"] == 0.0
     assert train["logs"] == {"charts/updates": 0.0}
+
+
+def test_a_failed_environment_has_no_log_point():
+    env = env_of(UserError("the motor broke"))
+    with pytest.raises(UserError, match="the motor broke"):
+        next(log_points(env, state_of(8), seconds_ago(0, 1), {}, {"updates": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("first_step", "intervals"),
+    [(0, [(0, 500), (504, 500), (1008, 200)]), (1000, [(1000, 208)]), (1208, [])],
+)
+def test_log_intervals(first_step, intervals):
+    # Every interval does its env steps in vector steps of 8.
+    config = SimpleNamespace(total_timesteps=1208, log_frequency=500)
+    trainer, seen = SimpleNamespace(config=config, state=state_of(first_step)), []
+    before = time.perf_counter()
+    for start, num_steps in log_intervals(trainer):
+        seen.append((start.step, num_steps))
+        assert before <= start.seconds <= time.perf_counter()
+        trainer.state = state_of(start.step + -(-num_steps // 8) * 8)
+    assert seen == intervals
 
 
 def call_of(*log_data):

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from common.envs import Env
-from common.envs.jax_backend import JaxStep
+from common.envs.jax_backend import JaxBackend, JaxStep
 
 GO_ON, TERMINATE, TRUNCATE, BOTH, LOSE_LIFE = range(5)
 
@@ -191,9 +191,60 @@ class LengthEnv(gym.Env):
         return np.full(1, self.steps, np.float32), reward, ended, False, {}
 
 
+class TimerJaxEnv:
+    """Episodes of `length` steps, with reward 1 each; half of them terminate, half are truncated.
+
+    obs = one-hot of the steps left where the episode will terminate; of 0 where it will be
+    truncated: nobody can see the time limit coming.
+    """
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.observation_space = spaces.Box(0, 1, (length + 1,), np.float32)
+
+    def _observe(self, left: Any, terminates: Any) -> Any:
+        return jax.nn.one_hot(jnp.where(terminates, left, 0), self.length + 1)
+
+    def reset(self, key: Any) -> tuple[Any, Any]:
+        state = jnp.int32(self.length), jax.random.bernoulli(key)
+        return state, self._observe(*state)
+
+    def step(self, key: Any, state: Any, action: Any) -> JaxStep:
+        left, terminates = state[0] - 1, state[1]
+        ended, reward = left == 0, jnp.float32(1)
+        obs = self._observe(left, terminates)
+        return JaxStep((left, terminates), obs, reward, ended & terminates, ended & ~terminates)
+
+
+class NonsenseEnv(Env):
+    """A JAX environment with `nonsense` wherever a learner must not look.
+
+    That is the observation after a termination, and the reward of rows without a transition.
+    """
+
+    nonsense = 0.0
+
+    def step(self, state: Any, action: Any) -> tuple[Any, Any]:
+        new_state, row = super().step(state, action)
+        obs = jnp.where(row.terminated[:, None], self.nonsense, row.obs)
+        reward = jnp.where(state.ended, self.nonsense, row.reward)
+        return new_state._replace(obs=obs), row._replace(obs=obs, reward=reward)
+
+
 gym.register("ToyCount-v0", CountEnv)
 gym.register("ToyFaulty-v0", FaultyEnv)
 gym.register("ToyLength-v0", LengthEnv)
+
+
+def use_env(monkeypatch: Any, algorithm: Any, env: Any) -> None:
+    """Make the trainers of an algorithm's module play copies of a JAX environment."""
+
+    def make_env(config: Any) -> Env:
+        return Env("Toy", JaxBackend(env, config.num_envs))
+
+    monkeypatch.setattr(algorithm, "make_env", make_env)
 
 
 def play(env: Env, actions: Any, key: int = 0) -> tuple[Any, dict[str, np.ndarray]]:

@@ -269,11 +269,9 @@ def scale_action(space: Any, action: Array) -> Array:
         return action
     low, high = action_bounds(space)
     bounded = np.isfinite(low) & np.isfinite(high)
-    center, half = (
-        np.where(bounded, (low + high) / 2, 0.0),
-        np.where(bounded, (high - low) / 2, 1.0),
-    )
-    return jnp.clip(center.astype(np.float32) + half.astype(np.float32) * action, low, high)
+    lowest, highest = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+    center, half = jnp.float32(lowest + highest) / 2, jnp.float32(highest - lowest) / 2
+    return jnp.clip(center + half * action, low, high)
 
 
 def describe_failure(failure: Exception) -> str:

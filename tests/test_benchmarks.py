@@ -1,0 +1,131 @@
+"""Counting, measuring and writing of the benchmarks; the figures themselves are not tested."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from algos.ppo import Config
+from common import cli
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import conv  # noqa: E402
+import pong_torch  # noqa: E402
+import throughput  # noqa: E402
+import throughput_ppo  # noqa: E402
+
+MACHINE = {"cpu": "CPU", "cores": 2, "jax": "1.2", "commit": "abc", "command": "python x.py"}
+MACS = [3_276_800, 2_654_208, 1_806_336, 1_605_632]
+FIGURES = {"loop 4": 40.0, "baseline 4": 10.0, "env 4": 100.0, "learn 4": 100.0}
+FIGURES |= {"gymnax loop 4": 70.0, "gymnax env 4": 300.0, "plain 4": 38.0, "pinned 4": 40.0}
+
+
+# Counting
+
+
+def test_macs_by_hand() -> None:
+    # positions · kernel area · input channels · output channels, then inputs · outputs
+    assert conv.nature_cnn_macs() == MACS
+    assert MACS == [20**2 * 8**2 * 4 * 32, 9**2 * 4**2 * 32 * 64, 7**2 * 3**2 * 64 * 64, 3136 * 512]
+    assert conv.nature_cnn_macs(1, 36) == [64 * 64 * 32, 9 * 16 * 32 * 64, 9 * 64 * 64, 64 * 512]
+
+
+def test_flop_by_hand() -> None:
+    assert conv.forward_flop(MACS, 2) == 2 * 2 * 9_342_976
+    forward, parameters, inputs = 9_342_976, 9_342_976, 9_342_976 - 3_276_800
+    assert conv.gradient_flop(MACS, 2) == 2 * 2 * (forward + parameters + inputs)
+    assert conv.count_flop("forward 8") == conv.forward_flop(MACS, 8)
+    assert conv.count_flop("gradient 32") == conv.gradient_flop(MACS, 32)
+
+
+def test_flop_of_a_rollout_by_hand() -> None:
+    config = Config(num_envs=2, num_steps=3, update_epochs=5)
+    macs = 9_342_976 + 512 * (6 + 1)
+    inference, row = (3 + 1) * 2 * 2 * macs, 2 * (3 * macs - 3_276_800)
+    assert pong_torch.rollout_flop(config, 6) == inference + 5 * 3 * 2 * row
+
+
+# Writing
+
+
+def test_throughput_is_written(tmp_path: Path) -> None:
+    results = {"machine": MACHINE, "figures": {"one core": FIGURES}}
+    throughput_ppo.write(results, tmp_path / "new")
+    folder = tmp_path / "new"
+    assert json.loads((folder / "throughput_ppo.json").read_text()) == results
+    assert (folder / "throughput_ppo.png").stat().st_size > 1000
+    table = (folder / "throughput_ppo.md").read_text()
+    assert table.startswith("PPO on CartPole-v1, env steps a second: CPU, 2 cores, jax 1.2")
+    assert "| one core | 4 | 40 | 10 | 4.0 | 100 | 100 | 80% |" in table
+    assert "| `python algos/ppo.py --num-envs 4` | 4 | 38 | 95% |" in table
+    assert "gymnax/CartPole-v1, 4 envs" in table and "| one core | 70 | 300 |" in table
+
+
+def test_dqn_has_one_rate_of_updates_for_all() -> None:
+    figures = {"loop 1": 40.0, "loop 8": 50.0, "env 1": 100.0, "env 8": 300.0, "learn": 100.0}
+    assert throughput.share_of_limit(figures, 1) == pytest.approx(40 / 50)
+    assert throughput.share_of_limit(figures, 8) == pytest.approx(50 / 75)
+
+
+def test_committed_table_follows_from_its_figures() -> None:
+    results = json.loads((throughput.RESULTS / "throughput.json").read_text())
+    assert throughput.as_table(results) == (throughput.RESULTS / "throughput.md").read_text()
+
+
+def test_table_of_convolutions() -> None:
+    results = {"machine": MACHINE, "GEMM_GFLOP_per_s": 100.0}
+    results |= {"GFLOP": {"gradient 32": 1.5, "forward 8": 0.15}}
+    results |= {"ms": {"ours loop": {"gradient 32": 30.0, "forward 8": 2.0}}}
+    table = conv.as_table(results)
+    assert "| | gradient 32 | forward 8 |\n|---|---|---|\n" in table
+    assert "| ours loop | 30.00 (50%) | 2.00 (75%) |" in table
+
+
+def test_pong_is_summarized_by_medians_and_their_limit() -> None:
+    part = {"env": 300.0, "arithmetic": 150.0, "GFLOP_per_rollout": 222.0, "GEMM_GFLOP_per_s": 33.0}
+    rounds: list[Any] = [{"ours": [70.0, 90.0], "torch": [40.0, 30.0], "limit": part}]
+    rounds.append({"ours": [80.0], "torch": [40.0], "limit": part | {"env": 100.0}})
+    rounds.append({"ours": [80.0], "torch": [90.0], "limit": part})
+    results = {"machine": MACHINE | {"torch": "2.0"}, **pong_torch.summarize(rounds)}
+    assert results["figures"]["limit"] == pytest.approx(100)
+    table = pong_torch.as_table(results)
+    assert "| ours | 80 | 80% |" in table and "| torch | 40 | 40% |" in table
+    assert table.endswith("ours / torch: 2.00\n")
+
+
+# Measuring
+
+
+def test_worker_measures_a_loop_below_its_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(throughput_ppo, "gymnax_measures", lambda num_envs: {})
+    # Time of this process only: other programs on the machine do not count.
+    clock = SimpleNamespace(perf_counter=time.process_time)
+    monkeypatch.setattr(throughput, "time", clock)
+    options = throughput_ppo.Options(num_envs=(4,), repeats=1, seconds=0.02, worker=True)
+    throughput_ppo.main(options)
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(figures) == {f"{name} 4" for name in ("loop", "env", "learn", "baseline", "limit")}
+    assert all(math.isfinite(rate) and rate > 0 for rate in figures.values())
+    assert figures["loop 4"] < 1.3 * figures["limit 4"]
+
+
+def test_without_torch_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as exit_info, cli.exit_codes(debug=False):
+        pong_torch.main(pong_torch.Options(out=str(out)))
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "pip install torch" in line
+    assert not out.exists()

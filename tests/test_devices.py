@@ -1,0 +1,90 @@
+"""Several devices, which take a process of their own: JAX makes its devices once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import run_alone
+
+from algos import ppo
+
+PPO = Path(ppo.__file__)
+GYMNAX = ("--env-id", "gymnax/CartPole-v1")
+FOUR = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+TRAIN = """
+import importlib, json, sys
+import jax, numpy as np
+from common.devices import shard_over_devices
+
+module = importlib.import_module(sys.argv[1])
+options = dict(learning_starts=200) if sys.argv[1] == "algos.dqn" else {}
+
+def train(num_devices):
+    config = module.Config(env_id="gymnax/CartPole-v1", num_envs=8, total_timesteps=8192, **options)
+    trainer = module.Trainer(config)
+    if num_devices > 1:
+        shard_over_devices(trainer, num_devices)
+    trainer.state, metrics = trainer._run(trainer.state, int(sys.argv[2]))
+    return trainer, float(metrics["updates"])
+
+alone, updates = train(1)
+together, _ = train(4)
+difference = jax.tree.map(
+    lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()) if a.size else 0.0,
+    alone.state.learner.params,
+    together.state.learner.params,
+)
+obs = together.state.env.obs
+print(json.dumps({
+    "updates": updates,
+    "difference": max(jax.tree.leaves(difference)),
+    "rows": sorted(len(shard.data) for shard in obs.addressable_shards),
+    "replicated": all(x.sharding.is_fully_replicated
+                      for x in jax.tree.leaves(together.state.learner.params)),
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "iterations"), [("ppo", 2), ("a2c", 12), ("ppo_rnn", 2), ("dqn", 60)]
+)
+def test_four_devices_learn_what_one_learns(module, iterations):
+    ran = run_alone(f"algos.{module}", iterations, program=("-c", TRAIN), **FOUR)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out.splitlines()[-1])
+    assert result["updates"] >= 10
+    assert result["difference"] <= 1e-5
+    assert result["rows"] == [2, 2, 2, 2]
+    assert result["replicated"]
+
+
+def test_a_run_on_two_devices(tmp_path):
+    flags = (*GYMNAX, "--num-devices", 2, "--total-timesteps", 2048, "--log-frequency", 1024)
+    flags += ("--eval-frequency", 0, "--eval-episodes", 2, "--runs-dir", tmp_path)
+    ran = run_alone(*flags, program=(str(PPO),), **FOUR)
+    assert ran.code == 0, ran.err
+    folder = next(tmp_path.iterdir())
+    program = ("-m", "common.evaluate")
+    played = run_alone(folder, "--episodes", 2, program=program)
+    assert played.code == 0, played.err
+    mean = float(played.out.split()[0])
+    assert np.isclose(mean, json.loads((folder / "result.json").read_text())["evaluation_return"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--num-devices", 2), "needs a JAX environment, such as gymnax/CartPole-v1"),
+        ((*GYMNAX, "--num-devices", 3), "does not divide --num-envs 4"),
+        ((*GYMNAX, "--num-devices", 4), "is more than the 1 devices that JAX finds"),
+        ((*GYMNAX, "--num-devices", 2, "--num-seeds", 2), "cannot go together"),
+        ((*GYMNAX, "--num-devices", 0), "--num-devices must be 1 or more, got 0"),
+    ],
+)
+def test_bad_numbers_of_devices(flags, line, tmp_path):
+    ran = run_alone(*flags, "--runs-dir", tmp_path / "runs", program=(str(PPO),))
+    assert ran.code == 2
+    assert line in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
