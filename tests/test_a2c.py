@@ -187,8 +187,8 @@ def test_presets_are_sound(preset):
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [1, 2])
 def test_learns_cartpole(seed):
-    config = Config(seed=seed, total_timesteps=60_000, learning_rate=2e-3, log_frequency=60_000)
-    trainer = Trainer(config)
+    config = Config(seed=seed, num_steps=8, total_timesteps=100_000, log_frequency=100_000)
+    trainer = Trainer(replace(config, learning_rate=3e-3, gae_lambda=0.95))
     for _ in trainer():
         pass
     assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 200

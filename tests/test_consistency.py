@@ -10,7 +10,37 @@ ALGORITHMS = sorted(p for p in (ROOT / "algos").glob("*.py") if p.stem != "__ini
 CLASSES = ["Config", "Model", "LearnerState", "Algorithm", "Agent", "TrainState", "Trainer"]
 
 # (parent, variant): the functions that must be equal to the letter, as "Class.function".
-SHARED: dict[tuple[str, str], list[str]] = {}
+SHARED: dict[tuple[str, str], list[str]] = {
+    ("ppo", "a2c"): [
+        "Model.__init__",
+        "Model.action_and_value",
+        "Algorithm.init",
+        "Algorithm.predict",
+        "Algorithm.targets",
+        "Algorithm.learn",
+        "Agent.__init__",
+        "Agent.predict",
+        "Agent.sample",
+        "Agent.prepare",
+        "Agent.learn",
+        "Trainer.__call__",
+        "Trainer._run_evaluate",
+        "Trainer._init_state",
+        "Trainer._run_iterations",
+        "Trainer._run_collect",
+    ],
+    ("ppo", "ppo_rnn"): [
+        "Algorithm.init",
+        "Algorithm.targets",
+        "Algorithm.policy_loss",
+        "Algorithm.value_loss",
+        "Algorithm.learn",
+        "Agent.__init__",
+        "Agent.learn",
+        "Trainer.__call__",
+        "Trainer._run_evaluate",
+    ],
+}
 
 
 def classes(path: Path) -> dict[str, ast.ClassDef]:

@@ -4,11 +4,18 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
+from unittest import mock
 
+import gymnasium as gym
+import numpy as np
 import pytest
-from run_helpers import SHORT, finished_run, run_alone, run_here
+from gymnasium import spaces
+from run_helpers import SHORT, Ran, finished_run, run_alone, run_here
+from toy_envs import EchoEnv
 
+from algos import a2c, ppo, ppo_rnn
 from algos.dqn import Config, Trainer
 from common.checkpoint import Checkpoints
 from common.errors import UserError
@@ -97,6 +104,69 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     ),
 }
 
+# The same for algorithms that learn from rollouts: (algorithm, flags, what the line must hold)
+BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
+    "num_steps 0": ("ppo", "--num-steps 0", ["--num-steps must be above 0, got 0"]),
+    "num_steps float": ("a2c", "--num-steps 2.5", ["--num-steps takes a whole number", "'2.5'"]),
+    "update_epochs 0": ("ppo", "--update-epochs 0", ["--update-epochs must be above 0, got 0"]),
+    "clip_coef -1": ("ppo", "--clip-coef -1", ["--clip-coef must be above 0, got -1"]),
+    "clip_coef nan": ("ppo", "--clip-coef nan", ["--clip-coef", "finite number", "nan"]),
+    "gae_lambda 1.5": (
+        "ppo",
+        "--gae-lambda 1.5",
+        ["--gae-lambda must lie between 0 and 1, got 1.5"],
+    ),
+    "gae_lambda -1": ("a2c", "--gae-lambda -1", ["--gae-lambda must lie between 0 and 1, got -1"]),
+    "target_kl 0": ("ppo", "--target-kl 0", ["--target-kl must be above 0, got 0"]),
+    "target_kl text": ("ppo", "--target-kl x", ["--target-kl takes a number", "'x'"]),
+    "entropy_coef": ("ppo", "--entropy-coef -0.1", ["--entropy-coef must be 0 or more, got -0.1"]),
+    "value_coef": ("a2c", "--value-coef -1", ["--value-coef must be 0 or more, got -1"]),
+    "max_grad_norm": ("a2c", "--max-grad-norm 0", ["--max-grad-norm must be above 0, got 0"]),
+    "num_minibatches 0": ("ppo", "--num-minibatches 0", ["--num-minibatches must be above 0"]),
+    "num_minibatches 3": (
+        "ppo",
+        "--num-minibatches 3",
+        ["--num-minibatches 3 does not divide", "--num-envs 4 times --num-steps 128 = 512"],
+    ),
+    "num_minibatches of sequences": (
+        "ppo_rnn",
+        "--num-minibatches 16",
+        ["--num-minibatches 16 does not divide --num-envs 8", "whole"],
+    ),
+    "less than a rollout": (
+        "ppo",
+        "--total-timesteps 508",
+        ["--total-timesteps 508 is less than", "--num-envs 4 times --num-steps 128 = 512"],
+    ),
+    "less than a short rollout": (
+        "a2c",
+        "--total-timesteps 32",
+        ["--total-timesteps 32 is less than", "--num-envs 8 times --num-steps 5 = 40"],
+    ),
+    "core": ("ppo_rnn", "--core rnn", ["'rnn'", "lstm, gru", "--help"]),
+    "core_size 0": ("ppo_rnn", "--core-size 0", ["--core-size must be above 0, got 0"]),
+    "core of a feed-forward": ("ppo", "--core lstm", ["'--core'", "--help"]),
+    "clip_coef of a2c": ("a2c", "--clip-coef 0.2", ["'--clip-coef'", "--help"]),
+    "preset": ("ppo_rnn", "--preset mujoco", ["--preset 'mujoco'", "auto, classic, atari"]),
+    "text actions": (
+        "ppo",
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=space",
+        ["Failing-v0", "Text"],
+    ),
+    **{
+        f"several actions at once, {algo}": (
+            algo,
+            "--env-id ToyDictActions-v0",
+            [f"{algo} needs a Discrete, MultiDiscrete or Box action space", "Dict('a'"],
+        )
+        for algo in ("a2c", "ppo", "ppo_rnn")
+    },
+}
+TWO = spaces.Discrete(2)
+gym.register(
+    "ToyDictActions-v0", lambda: EchoEnv(spaces.Box(-1, 1, (3,), np.float32), spaces.Dict(a=TWO))
+)
+
 BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
     "id near": ("--env-id CartPol-v1", ["'CartPol-v1'", "did you mean CartPole-v1"]),
     "id near, atari": ("--env-id Breakot-v5", ["'Breakot-v5'", "Breakout-v5"]),
@@ -169,6 +239,17 @@ def test_bad_flag(capsys, tmp_path, name):
     flags, words = BAD_FLAGS[name]
     runs = tmp_path / "runs"
     check(run_here(capsys, *shlex.split(flags), "--runs-dir", runs), words, runs)
+
+
+@pytest.mark.parametrize("name", BAD_ROLLOUT_FLAGS)
+def test_bad_flag_of_a_rollout(capsys, tmp_path, name):
+    algo, flags, words = BAD_ROLLOUT_FLAGS[name]
+    module, runs = {"a2c": a2c, "ppo": ppo, "ppo_rnn": ppo_rnn}[algo], tmp_path / "runs"
+    argv = [algo, *shlex.split(flags), "--runs-dir", str(runs)]
+    capsys.readouterr()
+    with mock.patch.object(sys, "argv", argv), pytest.raises(SystemExit) as stop:
+        module.run(module.Trainer, module.Config, module.PRESETS)
+    check(Ran(stop.value.code, *capsys.readouterr()), words, runs)
 
 
 @pytest.mark.parametrize("name", BAD_ENVIRONMENTS)

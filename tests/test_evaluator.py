@@ -97,6 +97,48 @@ def test_the_learner_decides_and_is_left_alone() -> None:
     assert float(learner["length"]) == 2
 
 
+def test_a_recurrent_policy_remembers_the_steps_of_its_own_episode() -> None:
+    def predict(learner: Any, obs: Any, key: Any, memory: Any) -> Any:
+        (steps,), valid = memory
+        steps = steps + 1
+        action = jnp.where(steps >= learner["length"] + jnp.arange(len(obs)), TERMINATE, GO_ON)
+        return action, (jnp.where(valid, steps, 0),)
+
+    def initial_core(num_envs: int) -> Any:
+        return (jnp.zeros(num_envs, jnp.int32),)
+
+    play = Evaluator(env_config("ToyCount-v0"), predict, initial_core)
+    # Environment i plays episodes of 2 + i steps: 10 + 21, 10 + 20 + 31, 10 + 20 + 30 + 41.
+    learner = {"length": jnp.int32(2)}
+    assert results(play(learner, 0, 3)) == pytest.approx([(31 + 61 + 101) / 3, 28.674, 3], rel=1e-4)
+    lengths = np.arange(2, 22)
+    returns = 10 * lengths * (lengths + 1) / 2 + 1
+    expected = [returns.mean(), returns.std(), lengths.mean()]
+    assert results(play(learner, 0, 40)) == pytest.approx(expected, rel=1e-5)
+    assert results(play({"length": jnp.int32(3)}, 0, 1)) == [61, 0, 3]
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_act(remembers: bool) -> None:
+    def predict(learner: Any, obs: Any, key: Any, memory: Any = None) -> Any:
+        if memory is None:
+            return obs + learner
+        core, valid = memory
+        return obs + learner + core, jnp.where(valid, core + 1, 0)
+
+    def initial_core(num_envs: int) -> Any:
+        return jnp.zeros(num_envs) if remembers else ()
+
+    play = Evaluator(env_config("ToyCount-v0"), predict, initial_core)
+    core = jnp.array([4.0, 5.0]) if remembers else ()
+    obs, valid = jnp.array([10.0, 20.0]), jnp.array([True, False])
+    action, core = play.act(jnp.float32(100), obs, jax.random.key(0), (core, valid))
+    if remembers:
+        assert action.tolist() == [114, 125] and core.tolist() == [5, 0]
+    else:
+        assert action.tolist() == [110, 120] and core == ()
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "gymnax/CartPole-v1"])
 def test_evaluation_does_not_change_training(env_id: str) -> None:
     def train(evaluate: bool) -> np.ndarray:
