@@ -54,8 +54,9 @@ class Categorical(NamedTuple):
     def entropy(self) -> Array:
         """-Σ_a π(a) log π(a) [...]; an action of probability 0 adds nothing."""
         log_probs = jax.nn.log_softmax(self.logits)  # [..., A]
-        probs = jnp.exp(log_probs)
-        return -jnp.where(probs > 0, probs * log_probs, 0.0).sum(axis=-1)
+        # Not after the product: 0 times infinity would make the gradient NaN.
+        finite = jnp.where(jnp.isfinite(log_probs), log_probs, 0.0)
+        return -(jnp.exp(log_probs) * finite).sum(axis=-1)
 
 
 class MultiCategorical(NamedTuple):
