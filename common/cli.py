@@ -232,6 +232,8 @@ def _accepted(hint: Any) -> str:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
         return "a list of words"
+    if get_origin(hint) in (Union, types.UnionType):
+        return _accepted(get_args(hint)[0])
     known = {int: "a whole number", float: "a number", bool: "true or false"}
     return known.get(hint, "a text")
 

@@ -182,4 +182,4 @@ class PolicyHead(nnx.Module):
         if isinstance(self.space, spaces.MultiDiscrete):
             ends = np.cumsum(self.space.nvec.ravel())[:-1]
             return MultiCategorical(tuple(map(Categorical, jnp.split(outputs, ends, axis=-1))))
-        return Normal(outputs, self.log_std[...])
+        return Normal(outputs, jnp.broadcast_to(self.log_std[...], outputs.shape))

@@ -269,8 +269,9 @@ def scale_action(space: Any, action: Array) -> Array:
         return action
     low, high = action_bounds(space)
     bounded = np.isfinite(low) & np.isfinite(high)
-    lowest, highest = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
-    center, half = jnp.float32(lowest + highest) / 2, jnp.float32(highest - lowest) / 2
+    # Halved before they are added: the widest bounds would overflow.
+    low_half, high_half = np.where(bounded, low, -1.0) / 2, np.where(bounded, high, 1.0) / 2
+    center, half = jnp.float32(high_half + low_half), jnp.float32(high_half - low_half)
     return jnp.clip(center + half * action, low, high)
 
 
