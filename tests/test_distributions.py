@@ -339,7 +339,7 @@ def test_the_deviation_of_a_box_is_a_parameter():
     policy = head(FEATURES)
     kernel = np.asarray(head.linear.kernel[...])
     np.testing.assert_allclose(policy.mean, FEATURES @ kernel, rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(policy.log_std, log_std)
+    np.testing.assert_array_equal(policy.log_std, np.tile(log_std, (len(FEATURES), 1)))
     graph, params = nnx.split(head)
     grad = jax.jit(jax.grad(lambda p: nnx.merge(graph, p)(FEATURES).entropy().sum()))
     np.testing.assert_allclose(grad(params)["log_std"][...], np.full(6, 5))
