@@ -547,8 +547,8 @@ def test_learner_state_holds_every_array_that_learning_changes(trainer):
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [1, 2])
 def test_learns_cartpole(seed):
-    config = Config(seed=seed, num_envs=8, num_steps=32, total_timesteps=102_400)
-    trainer = Trainer(replace(config, learning_rate=1e-3, log_frequency=102_400))
+    config = Config(seed=seed, num_envs=8, num_steps=64, total_timesteps=102_400)
+    trainer = Trainer(replace(config, learning_rate=2e-3, log_frequency=102_400))
     for _ in trainer():
         pass
     assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 475
