@@ -58,8 +58,8 @@ def test_a_rollout_without_valid_rows_changes_nothing():
 
 
 def test_precision_far_from_zero():
-    # At 10,000 floats lie 0.001 apart: what may be off is the mean by that much, and its square
-    # and the rounding of each row, 1e-6 together, in a variance of 1.
+    # Around 10,000 float32 lie 0.001 apart. The mean may be off by a few of these steps, a variance
+    # of 1 by their squares only, as it is taken around a mean of the same rollout.
     rng, seen, stats = np.random.default_rng(0), [], EMPTY
     for _ in range(50):
         x = (1e4 + rng.normal(size=(256, 3))).astype(np.float32)
@@ -74,7 +74,7 @@ def test_precision_far_from_zero():
 
 
 def test_many_rollouts_do_not_drift():
-    # A million rows and more: a share of 1e-5 for each new rollout still counts.
+    # After five million rows a rollout's share is 1e-5, which still counts.
     stats = RunningStats(jnp.float32(5e6), jnp.zeros(3), jnp.ones(3))
     x, valid = np.full((50, 3), 100, np.float32), np.ones(50, bool)
     for _ in range(100):
