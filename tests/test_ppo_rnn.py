@@ -14,8 +14,9 @@ from toy_envs import NonsenseEnv
 from algos import ppo, ppo_rnn
 from algos.ppo_rnn import PRESETS, Algorithm, Config, Trainer
 from common.config import check_config
+from common.distributions import Categorical
 from common.errors import UserError
-from common.rollout import collect_rollout, shuffled_rows, take_minibatch
+from common.rollout import Batch, collect_rollout, shuffled_rows, take_minibatch
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -219,6 +220,39 @@ def test_rows_without_a_transition_teach_nothing():
         return state.learner, metrics
 
     leaves_equal(train(1.5), train(-1e4))
+
+
+# --- Loss -----------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_ppo_over_the_rows_of_sequences():
+    config = replace(SMALL, entropy_coef=0.3, value_coef=0.7)
+    keys = jax.random.split(jax.random.key(0), 8)
+    log_prob, value, advantages, returns = jax.random.normal(keys[0], (4, 5, 7))
+    obs, action = jax.random.normal(keys[1], (5, 7, 3)), jnp.arange(35).reshape(5, 7) % 2
+    valid = jax.random.bernoulli(keys[2], 0.7, (5, 7))
+    weight = valid / valid.mean()
+    batch = Batch(obs, action, log_prob / 4 - 0.7, value, advantages, returns, weight)
+    params = {"w": jax.random.normal(keys[3], (3, 2)) / 2, "v": jax.random.normal(keys[4], (3,))}
+    core = jnp.arange(5.0)
+
+    def predict(params, obs, *memory):
+        if memory:
+            np.testing.assert_array_equal(memory[0], core)
+            np.testing.assert_array_equal(memory[1], valid)
+            return Categorical(obs @ params["w"]), obs @ params["v"], core
+        return Categorical(obs @ params["w"]), obs @ params["v"]
+
+    def learn(algorithm_class, batch):
+        algorithm = object.__new__(algorithm_class)
+        algorithm.config, algorithm.predict = config, predict
+        return jax.value_and_grad(algorithm.loss_fn, has_aux=True)(params, batch)
+
+    rows = jax.tree.map(lambda x: x.reshape(35, *x.shape[2:]), batch)
+    (loss, metrics), gradient = learn(Algorithm, batch._replace(core=core))
+    assert set(metrics) == set(ppo_rnn.LOSSES)
+    leaves_close(((loss, metrics), gradient), learn(ppo.Algorithm, rows))
+    assert 0.1 < metrics["clip_fraction"] < 0.9
 
 
 # --- Acting ---------------------------------------------------------------------------------------
