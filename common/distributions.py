@@ -141,7 +141,10 @@ class TanhNormal(NamedTuple):
         return self._log_prob(jnp.arctanh(jnp.clip(action, -inside, inside)))
 
     def entropy(self) -> Array:
-        """H(N) + E[Σ_d log(1 - tanh²(u_d))] [...], its expectation by Gauss-Hermite quadrature."""
+        """H(N) + E[Σ_d log(1 - tanh²(u_d))] [...], its expectation by Gauss-Hermite quadrature.
+
+        Exact to float32 for deviations up to 1; 1.5e-3 nats off at e, 0.08 at e².
+        """
         nodes, weights = np.polynomial.hermite_e.hermegauss(32)
         std = jnp.exp(self.log_std)
         u = self.mean[..., None] + std[..., None] * nodes.astype(np.float32)  # [..., D, 32]

@@ -66,7 +66,8 @@ def learn_minibatches(
 
     def goes_on(carry: tuple) -> Array:
         update, _, _, approx_kl = carry
-        return (update < len(rows)) & (approx_kl <= target_kl)
+        # Not <=: a NaN must reach the metrics instead of ending the updates in silence.
+        return (update < len(rows)) & ~(approx_kl > target_kl)
 
     def step(carry: tuple) -> tuple:
         update, learner, sums, _ = carry

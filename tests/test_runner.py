@@ -26,7 +26,7 @@ from algos.dqn import PRESETS, Config, Trainer
 from common import cli
 from common.envs import EpisodeSummary
 from common.errors import UserError
-from common.evaluator import MAX_EPISODE_STEPS
+from common.evaluator import MAX_EPISODE_STEPS, Evaluator
 from common.logger import (
     ConsoleSink,
     CsvSink,
@@ -129,12 +129,13 @@ def test_an_endless_episode_is_no_endless_video(monkeypatch, tmp_path):
         check = close = staticmethod(lambda *state: None)
         render = staticmethod(lambda state: np.zeros((4, 4, 3), np.uint8))
         obs = finished = np.zeros(1)
+        ended = np.zeros(1, bool)
 
     monkeypatch.setattr("common.video.make_env", lambda *args, **kwargs: Endless)
     monkeypatch.setattr("common.video.MAX_EPISODE_STEPS", 50)
     monkeypatch.setattr("jax.jit", lambda function: function)
     with pytest.raises(UserError, match="Endless-v0 did not end within 50 steps"):
-        save_video(Config(), lambda *args: 0, None, tmp_path / "a.gif")
+        save_video(Evaluator(Config(), lambda *args: 0), None, tmp_path / "a.gif")
     assert MAX_EPISODE_STEPS == 100_000
 
 
