@@ -232,8 +232,8 @@ def test_the_loss_is_that_of_ppo_over_the_rows_of_sequences():
     obs, action = np.float32(rng.normal(size=(5, 7, 3))), rng.integers(0, 2, (5, 7))
     valid = rng.random((5, 7)) < 0.7
     weight = np.float32(valid / valid.mean())
-    batch = Batch(obs, action, log_prob / 4 - 0.7, value, advantages, returns, weight)
-    params = {"w": np.float32(rng.normal(size=(3, 2))) / 2, "v": np.ones(3, np.float32)}
+    batch = Batch(obs, action, log_prob / 8 - 0.7, value, advantages, returns, weight)
+    params = {"w": np.float32(rng.normal(size=(3, 2))) / 8, "v": np.ones(3, np.float32)}
 
     def predict(params, obs):
         return Categorical(obs @ params["w"]), obs @ params["v"]
