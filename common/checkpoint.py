@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import logging
 import shutil
 import sys
 import tempfile
@@ -89,9 +90,11 @@ def _filled(state: Any) -> Any:
 @contextlib.contextmanager
 def _quiet_orbax() -> Generator[None, None, None]:
     """Keep orbax's own remarks off standard error: what matters is raised."""
-    from absl import logging
+    from absl import logging as absl_logging
 
-    verbosity, earlier = logging.get_verbosity(), sys.unraisablehook
+    verbosity, earlier = absl_logging.get_verbosity(), sys.unraisablehook
+    asyncio_logger = logging.getLogger("asyncio")
+    level = asyncio_logger.level
 
     def hook(unraisable: Any) -> None:
         left_over = inspect.iscoroutine(unraisable.object)
@@ -99,11 +102,14 @@ def _quiet_orbax() -> Generator[None, None, None]:
             earlier(unraisable)
 
     sys.unraisablehook = hook
-    logging.set_verbosity(logging.FATAL)
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    # Futures of parallel writes that failed too, beside the one that is raised.
+    asyncio_logger.setLevel(logging.CRITICAL)
     yield
     # Not after a failure: reads and writes still under way then fail later, each with a traceback.
     sys.unraisablehook = earlier
-    logging.set_verbosity(verbosity)
+    absl_logging.set_verbosity(verbosity)
+    asyncio_logger.setLevel(level)
 
 
 def saved_part(trainer: Any, state: Any) -> Any:

@@ -1,6 +1,7 @@
 """Run algorithm files as programs, in this process or in one of their own."""
 
 import functools
+import importlib
 import os
 import runpy
 import subprocess
@@ -9,8 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-from algos import dqn
 
 TESTS = Path(__file__).parent
 DQN = TESTS.parent / "algos" / "dqn.py"
@@ -61,8 +60,9 @@ def run_here(capsys: Any, *args: Any, module: str = "algos.dqn") -> Ran:
     code: Any = 0
     with mock.patch.object(sys, "argv", argv), mock.patch("common.threads.use_one_core"):
         try:
-            if module == "algos.dqn":
-                dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
+            if module.startswith("algos."):
+                algo = importlib.import_module(module)
+                algo.run(algo.Trainer, algo.Config, algo.PRESETS)
             else:
                 runpy.run_module(module, run_name="__main__")
         except SystemExit as stop:

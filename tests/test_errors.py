@@ -4,18 +4,15 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
-from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from run_helpers import SHORT, Ran, finished_run, run_alone, run_here
+from run_helpers import SHORT, finished_run, run_alone, run_here
 from toy_envs import EchoEnv
 
-from algos import a2c, ppo, ppo_rnn
 from algos.dqn import Config, Trainer
 from common.checkpoint import Checkpoints
 from common.errors import UserError
@@ -244,12 +241,9 @@ def test_bad_flag(capsys, tmp_path, name):
 @pytest.mark.parametrize("name", BAD_ROLLOUT_FLAGS)
 def test_bad_flag_of_a_rollout(capsys, tmp_path, name):
     algo, flags, words = BAD_ROLLOUT_FLAGS[name]
-    module, runs = {"a2c": a2c, "ppo": ppo, "ppo_rnn": ppo_rnn}[algo], tmp_path / "runs"
-    argv = [algo, *shlex.split(flags), "--runs-dir", str(runs)]
-    capsys.readouterr()
-    with mock.patch.object(sys, "argv", argv), pytest.raises(SystemExit) as stop:
-        module.run(module.Trainer, module.Config, module.PRESETS)
-    check(Ran(stop.value.code, *capsys.readouterr()), words, runs)
+    runs = tmp_path / "runs"
+    argv = [*shlex.split(flags), "--runs-dir", runs]
+    check(run_here(capsys, *argv, module=f"algos.{algo}"), words, runs)
 
 
 @pytest.mark.parametrize("name", BAD_ENVIRONMENTS)
