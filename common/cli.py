@@ -161,20 +161,20 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
 
 
 def _auto_preset(env_id: str, backend: str | None, presets: dict) -> str:
-    """Return atari for envpool's Atari ids, mujoco for continuous actions, else classic."""
-    name = env_id.removeprefix("gymnax/")
-    if "mujoco" not in presets and not name.endswith("-v5"):
-        return "classic"
+    """Return atari for envpool's Atari ids, mujoco for continuous actions, else the first."""
+    name, first = env_id.removeprefix("gymnax/"), next(iter(presets))
+    if len(presets) == 1 or ("mujoco" not in presets and not name.endswith("-v5")):
+        return first
     import envpool
 
     from common.envs.envpool_backend import is_atari
 
     if name not in envpool.list_all_envs():
-        return "classic"
+        return first
     if is_atari(name):
-        return "classic" if backend in ("gymnasium", "jax") else "atari"
+        return first if backend in ("gymnasium", "jax") or "atari" not in presets else "atari"
     continuous = isinstance(envpool.make_spec(name).action_space, spaces.Box)
-    return "mujoco" if continuous and "mujoco" in presets else "classic"
+    return "mujoco" if continuous and "mujoco" in presets else first
 
 
 def _read_json(path: Path, flag: str) -> dict[str, Any]:

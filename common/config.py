@@ -24,8 +24,19 @@ POSITIVE = {
     "clip_coef",
     "max_grad_norm",
     "target_kl",
+    "updates_per_step",
+    "policy_frequency",
+    "alpha",
 }
-NOT_NEGATIVE = {"seed", "learning_starts", "entropy_coef", "value_coef"}
+NOT_NEGATIVE = {
+    "seed",
+    "learning_starts",
+    "entropy_coef",
+    "value_coef",
+    "exploration_noise",
+    "policy_noise",
+    "noise_clip",
+}
 UNIT_INTERVAL = {
     "gamma",
     "gae_lambda",
@@ -34,6 +45,7 @@ UNIT_INTERVAL = {
     "end_epsilon",
     "exploration_fraction",
     "evaluation_epsilon",
+    "noise_correlation",
 }
 
 

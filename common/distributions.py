@@ -128,8 +128,13 @@ class TanhNormal(NamedTuple):
 
     def sample_and_log_prob(self, key: Array) -> tuple[Array, Array]:
         """Draw an action [..., D] with its log-density [...], exact however close to the bounds."""
-        unbounded = Normal(*self).sample(key)  # [..., D]
-        return jnp.tanh(unbounded), self._log_prob(unbounded)
+        return self.of_noise(jax.random.normal(key, self.mean.shape))
+
+    def of_noise(self, noise: Array) -> tuple[Array, Array]:
+        """Return a = tanh(mean + std ε) of standard normal noise ε, and log π(a) as exact."""
+        unbounded = self.mean + jnp.exp(self.log_std) * noise  # [..., D]
+        log_prob = -0.5 * noise**2 - self.log_std - HALF_LOG_2_PI - _log_tanh_slope(unbounded)
+        return jnp.tanh(unbounded), log_prob.sum(axis=-1)
 
     def mode(self) -> Array:
         """Return tanh(mean) [..., D], the image of the most likely u."""

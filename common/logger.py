@@ -21,7 +21,7 @@ from common.cli import LoggingOptions
 from common.envs import Env
 from common.errors import one_line
 
-COUNTS = ("updates", "target_updates")
+COUNTS = ("updates", "target_updates", "actor_updates")
 
 Call = Callable[[Any], Generator[dict, None, None]]
 
@@ -52,8 +52,9 @@ def log_points(
         start: the start of the interval.
         logs: what "collect" shows besides env steps a second, and the mean raw return and length of
             the games finished in the interval.
-        sums: metrics added up over its updates; "updates" and "target_updates" are counts, all
-            others are shown as losses/NAME, the mean of an update.
+        sums: metrics added up over its updates; "updates", "target_updates" and "actor_updates"
+            are counts, all others are shown as losses/NAME, the mean of an update; actor_... that
+            of an actor's update, where these are counted.
 
     Where the arrays have an axis of seeds, env steps a second are those of all seeds, the deviation
     of their returns is shown beside the mean, games are counted over all seeds, and all other
@@ -78,7 +79,9 @@ def log_points(
     sums = {name: np.mean(value) for name, value in jax.device_get(sums).items()}
     counts = {f"charts/{name}": float(sums.pop(name)) for name in COUNTS if name in sums}
     updates = counts["charts/updates"]
-    means = {f"losses/{name}": float(value / updates) for name, value in sums.items() if updates}
+    of_actor = counts.get("charts/actor_updates", updates)
+    divisors = {name: of_actor if name.startswith("actor") else updates for name in sums}
+    means = {f"losses/{k}": float(v / divisors[k]) for k, v in sums.items() if divisors[k]}
     yield {"log_type": "train", "sample_step": step, "logs": means | counts}
 
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
+import jax
 import numpy as np
 from gymnasium import spaces
 
@@ -28,6 +29,7 @@ __all__ = [
     "TimeStep",
     "make_env",
     "require_action_space",
+    "require_bounded_actions",
     "resolve_backend",
     "scale_action",
 ]
@@ -95,7 +97,8 @@ def _make_backend(
         if purpose == "video":
             options = {"render_mode": "rgb_array"} | options
         pool = ep.make_pool(env_id, seeds, options, training=purpose == "train")
-        if ep.has_64_bit_fields(pool):
+        wide = ep.wide_dtypes(pool)
+        if wide - {np.dtype(np.float64)} or (wide and jax.default_backend() != "cpu"):
             return HostBackend(ep.PoolStepper(pool))
         return ep.XlaPoolBackend(pool)
     if backend == "gymnasium":
@@ -207,6 +210,19 @@ def require_action_space(algo: str, env: Env, *kinds: type[spaces.Space]) -> Non
     raise UserError(
         f"{algo} needs a {accepted} action space, {env.env_id} has {space}; "
         "choose an environment or an algorithm that fits"
+    )
+
+
+def require_bounded_actions(algo: str, env: Env) -> None:
+    """Raise a UserError unless the actions of `env` are floats between finite bounds."""
+    require_action_space(algo, env, spaces.Box)
+    space = env.action_space
+    if space.is_bounded():
+        return
+    env.close()
+    raise UserError(
+        f"{algo} scales its actions to their bounds, {env.env_id} has {space} without finite ones; "
+        "wrap it to give its action space finite bounds"
     )
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from common.envs.env import BackendStep
 from common.envs.host import HostStep
+from common.envs.wide_fields import wide_xla
 from common.errors import UserError, one_line
 
 CHEAP_FAMILIES = ("classic_control", "toy_text", "box2d", "minigrid")
@@ -74,10 +75,10 @@ def _num_threads(env_id: str, num_envs: int) -> int:
     return min(num_envs, len(os.sched_getaffinity(0)))
 
 
-def has_64_bit_fields(pool: Any) -> bool:
-    """Return whether any action or state field is 64 bits wide, which 32-bit XLA corrupts."""
+def wide_dtypes(pool: Any) -> set[Any]:
+    """Return the dtypes of 64 bits among the action and state fields of a pool."""
     fields = {**pool.spec.state_array_spec, **pool.spec.action_array_spec}.values()
-    return any(np.dtype(field.dtype).itemsize == 8 for field in fields)
+    return {np.dtype(field.dtype) for field in fields if np.dtype(field.dtype).itemsize == 8}
 
 
 def _mended(space: spaces.Space) -> spaces.Space:
@@ -96,7 +97,8 @@ class XlaPoolBackend:
     """A pool stepped inside the compiled program.
 
     `pool.xla()` bakes the pool's address into the program: this object must live as long as the
-    program, and another pool needs another program.
+    program, and another pool needs another program. float64 fields are float32 here; a pool with
+    64-bit integers needs a `PoolStepper`.
     """
 
     restorable = False
@@ -107,7 +109,10 @@ class XlaPoolBackend:
         self.num_envs = pool.num_envs
         self.observation_space = _mended(pool.observation_space)
         self.action_space = _mended(pool.action_space)
-        self._handle, _, _, self._step = pool.xla()
+        if wide_dtypes(pool):
+            self._handle, self._step = wide_xla(pool)
+        else:
+            self._handle, _, _, self._step = pool.xla()
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """Start N episodes; their seeds were given when the pool was made."""
@@ -117,7 +122,8 @@ class XlaPoolBackend:
     def step(self, inner: Any, action: Any) -> tuple[Any, BackendStep]:
         """Step through the pool's XLA custom call."""
         dtype = self.pool.spec.action_array_spec[self.pool._action_keys[-1]].dtype
-        inner, (obs, reward, terminated, truncated, info) = self._step(inner, action.astype(dtype))
+        action = action.astype(jax.dtypes.canonicalize_dtype(dtype))
+        inner, (obs, reward, terminated, truncated, info) = self._step(inner, action)
         raw_reward, game_over = _full_game(reward, terminated, truncated, info)
         no = jnp.zeros((), bool)
         return inner, BackendStep(obs, reward, terminated, truncated, raw_reward, game_over, no)
@@ -132,7 +138,7 @@ class XlaPoolBackend:
 
 
 class PoolStepper:
-    """A pool stepped with numpy arrays, for pools with 64-bit fields (MuJoCo, DMC)."""
+    """A pool stepped with numpy arrays, where the program cannot step it itself."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool

@@ -1,0 +1,283 @@
+"""Deep Deterministic Policy Gradient: Q-learning for continuous actions, with a learned maximiser.
+
+Lillicrap et al. 2016, https://arxiv.org/abs/1509.02971      Docs: docs/algorithms/ddpg.md
+
+    y    = r + γ (1 - terminated) Q(s', μ(s'; φ⁻); θ⁻)          td_target
+    L_Q  = E[(y - Q(s, a; θ))²]                                 critic_loss
+    L_μ  = -E[Q(s, μ(s; φ); θ)]                                 actor_loss
+    θ⁻   = τ θ + (1 - τ) θ⁻,  φ⁻ = τ φ + (1 - τ) φ⁻             sync_target
+    a    = clip(μ(s; φ) + σ ε, ±1)                              sample
+"""
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from gymnasium import spaces
+from jax import Array, lax
+
+from common.config import check_config
+from common.envs import EnvBackend, EnvState, make_env, require_bounded_actions, scale_action
+from common.evaluator import Evaluator
+from common.exploration import next_noise, uniform_action
+from common.logger import log_intervals, log_points
+from common.networks import Network
+from common.normalize import Normalizer, NormalizerState
+from common.optimize import Trained, descend
+from common.replay import Batch, Replay, ReplayState, Transition
+from common.runner import run
+from common.schedules import updates_until
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyper-parameters; the defaults are those of TD3's authors for MuJoCo."""
+
+    env_id: str = "HalfCheetah-v4"  # an envpool or Gymnasium id, or gymnax/ID
+    env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
+    env_module: str | None = None  # module to import first, to register your environment
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
+    num_envs: int = 1  # environments stepped in parallel
+    seed: int = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: int = 1_000_000  # env steps over all environments; a multiple of num_envs
+    log_frequency: int = 1_000  # env steps between two log points
+    learning_rate: float = 3e-4  # step size of Adam, for policy and critics
+    buffer_size: int = 1_000_000  # transitions in the replay buffer, over all environments
+    gamma: float = 0.99  # discount of one step
+    n_step: int = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    tau: float = 0.005  # τ: share of θ in a target update
+    batch_size: int = 256  # transitions in a minibatch
+    learning_starts: int = 25_000  # env steps of uniformly random actions before the first update
+    updates_per_step: float = 1.0  # updates an env step, above or below 1
+    exploration_noise: float = 0.1  # σ: deviation of the noise to explore with, of half the range
+    noise_correlation: float = 0.0  # of ε from one step to the next; 0: white noise
+    normalize_obs: bool = False  # shift and scale observations by running statistics
+
+
+PRESETS: dict[str, dict[str, Any]] = {"mujoco": {}}
+METRICS = ("critic_loss", "q_values", "actor_loss", "updates")
+
+
+class Model(nnx.Module):
+    """A policy and a Q-network, with two hidden layers of 256 each."""
+
+    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, rngs: nnx.Rngs):
+        num_actions = math.prod(action_space.shape or ())
+        self.actor = Network(obs_space, 0, num_actions, rngs)
+        self.critic = Network(obs_space, num_actions, 1, rngs)
+
+    def action(self, obs: Any) -> Array:
+        """[B, *obs] -> action [B, A], between -1 and 1."""
+        return jnp.tanh(self.actor(obs))
+
+    def value(self, obs: Any, action: Array) -> Array:
+        """[B, *obs], [B, A] -> q_value [B]."""
+        return self.critic(obs, action)[:, 0]
+
+
+class LearnerState(NamedTuple):
+    """Every array that learning changes."""
+
+    actor: Trained
+    critic: Trained
+    target_actor: Any
+    target_critic: Any
+    normalizer: NormalizerState
+
+
+class Algorithm:
+    """Targets, losses and optimizer as pure functions of `LearnerState`."""
+
+    def __init__(self, config: Config, obs_space: spaces.Space, action_space: spaces.Space):
+        self.config = config
+        self.make_model = partial(Model, obs_space, action_space)
+        self.graph = nnx.graphdef(self.make_model(nnx.Rngs(0)))
+        self.normalizer = Normalizer(config.normalize_obs, False, config.gamma)
+        self.optimizer = optax.adam(config.learning_rate)
+        self.descend = partial(descend, self.optimizer)
+
+    def init(self, key: Array, obs: Any) -> LearnerState:
+        """Draw new parameters; the targets start as copies; observations [N, *obs] give shapes."""
+        params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
+        actor, critic = (Trained(x, self.optimizer.init(x)) for x in params.values())
+        targets = jax.tree.map(jnp.copy, (actor.params, critic.params))
+        return LearnerState(actor, critic, *targets, self.normalizer.init(obs))
+
+    def model(self, actor: Any, critic: Any) -> Model:
+        """Return the networks with these parameters."""
+        return nnx.merge(self.graph, {"actor": actor, "critic": critic})
+
+    def predict(self, state: LearnerState, obs: Any) -> Array:
+        """[B, *obs] -> action [B, A], between -1 and 1."""
+        return self.model(state.actor.params, state.critic.params).action(obs)
+
+    def td_target(self, state: LearnerState, batch: Batch) -> Array:
+        """r + γ (1 - terminated) Q(s', μ(s'; φ⁻); θ⁻), over n steps where n_step > 1."""
+        target = self.model(state.target_actor, state.target_critic)
+        next_action = target.action(batch.next_obs)  # [B, A]
+        next_value = target.value(batch.next_obs, next_action)  # [B]
+        return batch.reward + batch.discount * next_value  # [B]
+
+    def critic_loss(self, critic: Any, state: Any, batch: Batch, td_target: Array) -> tuple:
+        """E[(y - Q(s, a))²] over the valid rows of the batch."""
+        model = self.model(state.actor.params, critic)
+        q_value = model.value(batch.obs, batch.action)  # [B]
+        chex.assert_equal_shape([q_value, td_target, batch.weight])
+        loss = (batch.weight * (td_target - q_value) ** 2).mean()
+        return loss, {"critic_loss": loss, "q_values": (batch.weight * q_value).mean()}
+
+    def actor_loss(self, actor: Any, state: LearnerState, batch: Batch) -> tuple[Array, dict]:
+        """-E[Q(s, μ(s))], whose gradient is the deterministic policy gradient (eq. 6)."""
+        model = self.model(actor, state.critic.params)
+        q_value = model.value(batch.obs, model.action(batch.obs))  # [B]
+        chex.assert_equal_shape([q_value, batch.weight])
+        loss = -(batch.weight * q_value).mean()
+        return loss, {"actor_loss": loss}
+
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+        """A gradient step of critic and policy, then a step of both targets."""
+        td_target = self.td_target(state, batch)  # [B]
+        critic, metrics = self.descend(self.critic_loss, state.critic, state, batch, td_target)
+        state = state._replace(critic=critic)
+        actor, actor_metrics = self.descend(self.actor_loss, state.actor, state, batch)
+        state = self.sync_target(state._replace(actor=actor))
+        return state, metrics | actor_metrics
+
+    def sync_target(self, state: LearnerState) -> LearnerState:
+        """θ⁻ = τ θ + (1 - τ) θ⁻, φ⁻ = τ φ + (1 - τ) φ⁻."""
+        params, targets = (state.actor.params, state.critic.params), state[2:4]
+        actor, critic = optax.incremental_update(params, targets, self.config.tau)
+        return state._replace(target_actor=actor, target_critic=critic)
+
+
+class Agent:
+    """Exploration, normalisation, and the way from environment to algorithm."""
+
+    def __init__(self, config: Config, algorithm: Algorithm, action_space: spaces.Space):
+        self.config, self.algorithm = config, algorithm
+        self.env_action = partial(scale_action, action_space)
+        self.observe = algorithm.normalizer.observe
+
+    def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
+        """Action [N] of the environment to evaluate with: μ(s)."""
+        obs = self.observe(state.normalizer, obs)  # [N, *obs]
+        return self.env_action(self.algorithm.predict(state, obs))
+
+    def sample(self, state: LearnerState, obs: Any, step: Array, noise: Array) -> Array:
+        """Action [N, A] to train with, for `env_action`: μ(s) + σ ε, at first a uniform one."""
+        obs = self.observe(state.normalizer, obs)  # [N, *obs]
+        action = self.algorithm.predict(state, obs)  # [N, A]
+        action = jnp.clip(action + self.config.exploration_noise * noise, -1.0, 1.0)
+        is_random = step < self.config.learning_starts
+        return jnp.where(is_random, uniform_action(noise), action)
+
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+        """One update on a batch."""
+        obs, next_obs = (self.observe(state.normalizer, x) for x in (batch.obs, batch.next_obs))
+        batch = batch._replace(obs=obs, next_obs=next_obs)
+        return self.algorithm.learn(state, batch)
+
+
+class TrainState(NamedTuple):
+    """The whole training process: what a checkpoint holds."""
+
+    learner: LearnerState
+    env: EnvState
+    replay: ReplayState
+    noise: Array  # [N, A] ε of the last actions
+    key: Array
+    step: Array  # [] int32, env steps done over all environments
+
+
+class Trainer:
+    """The training process: collect, store, sample and learn in one compiled program."""
+
+    def __init__(self, config: Config = Config()):
+        check_config(config)
+        self.config, self.env = config, make_env(config)
+        obs_space, action_space = self.env.observation_space, self.env.action_space
+        require_bounded_actions("ddpg", self.env)
+        self.algorithm = Algorithm(config, obs_space, action_space)
+        self.agent = Agent(config, self.algorithm, action_space)
+        self.replay = Replay(config.buffer_size, config.num_envs, config.gamma, config.n_step)
+        self.evaluator = Evaluator(config, self.agent.predict)
+        self.state = self._init_state(jax.random.key(config.seed))
+        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+
+    def __call__(self) -> Generator[dict, None, None]:
+        """Train to total_timesteps; yield log_data at each log point."""
+        try:
+            for start, num_steps in log_intervals(self):
+                num_iterations = -(-num_steps // self.config.num_envs)
+                self.state, metrics = self._run(self.state, num_iterations)
+                yield from log_points(self.env, self.state, start, {}, metrics)
+        finally:
+            self.env.close()
+
+    def _run_evaluate(self, num_episodes: int) -> dict:
+        """Play full episodes in environments of their own; log_data of their raw returns."""
+        return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
+
+    def _init_state(self, key: Array) -> TrainState:
+        learner_key, env_key, noise_key, key = jax.random.split(key, 4)
+        env = self.env.reset(env_key)
+        learner = self.algorithm.init(learner_key, env.obs)
+        num_actions = math.prod(self.env.action_space.shape or ())
+        noise = jax.random.normal(noise_key, (self.config.num_envs, num_actions))
+        replay = self.replay.init(env.obs, noise)
+        return TrainState(learner, env, replay, noise, key, jnp.zeros((), jnp.int32))
+
+    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+        """(collect, learn) × num_iterations, or until an environment fails."""
+        timing = self.config.learning_starts, self.config.updates_per_step
+        due = partial(updates_until, start=timing[0], updates_per_step=timing[1])
+
+        def goes_on(carry: tuple) -> Array:
+            return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)
+
+        def iterate(carry: tuple) -> tuple:
+            iteration, state, metrics = carry
+            first_update = due(state.step)
+            state = self._run_collect(state)
+            updates = first_update, due(state.step)
+            state, metrics = lax.fori_loop(*updates, self._run_train, (state, metrics))
+            return iteration + 1, state, metrics
+
+        metrics = dict.fromkeys(METRICS, jnp.zeros(()))
+        state = state._replace(env=self.env.reset_summary(state.env))
+        _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
+        return state, metrics
+
+    def _run_collect(self, state: TrainState) -> TrainState:
+        """One vector step: act, step the environments, store."""
+        key, noise_key = jax.random.split(state.key)
+        noise = next_noise(noise_key, state.noise, self.config.noise_correlation)  # [N, A]
+        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
+        action = self.agent.sample(state.learner, obs, state.step, noise)  # [N, A]
+        env, timestep = self.env.step(state.env, self.agent.env_action(action))
+        transition = Transition(obs, action, *timestep[1:], valid)
+        replay = self.replay.add(state.replay, transition)
+        normalizer, _ = self.algorithm.normalizer.update(state.learner.normalizer, transition)
+        learner = state.learner._replace(normalizer=normalizer)
+        step = state.step + self.config.num_envs
+        return TrainState(learner, env, replay, noise, key, step)
+
+    def _run_train(self, _: Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
+        """One update; its metrics are added up."""
+        state, metrics = carry
+        key, sample_key = jax.random.split(state.key)
+        batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
+        learner, new_metrics = self.agent.learn(state.learner, batch)
+        metrics = jax.tree.map(jnp.add, metrics, new_metrics | {"updates": 1.0})
+        return state._replace(learner=learner, key=key), metrics
+
+
+if __name__ == "__main__":
+    run(Trainer, Config, PRESETS)
