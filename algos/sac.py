@@ -63,7 +63,7 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {"mujoco": {}}
-LOSSES = ("critic_loss", "q_values", "actor_loss", "entropy", "alpha")
+METRICS = ("critic_loss", "q_values", "actor_loss", "entropy", "alpha", "updates")
 
 
 class Model(nnx.Module):
@@ -266,7 +266,7 @@ class Trainer:
             state, metrics = lax.fori_loop(*updates, self._run_train, (state, metrics))
             return iteration + 1, state, metrics
 
-        metrics = dict.fromkeys((*LOSSES, "updates"), jnp.zeros(()))
+        metrics = dict.fromkeys(METRICS, jnp.zeros(()))
         state = state._replace(env=self.env.reset_summary(state.env))
         _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
         return state, metrics
