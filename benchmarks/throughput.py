@@ -84,9 +84,9 @@ def run_worker(options: Any, cores: set[int], program: str = __file__) -> dict[s
     return in_process([program, *flags, "--num-envs", *map(str, options.num_envs)], cores)
 
 
-def in_process(command: list[str], cores: set[int]) -> Any:
+def in_process(command: list[str], cores: set[int], python: str | None = None) -> Any:
     """Run a Python program on the given cores; return its last line, which is JSON."""
-    command = [sys.executable, *command]
+    command = [python or sys.executable, *command]
     environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
     with on_cores(cores):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -53,6 +53,7 @@ class RunOptions:
     checkpoint_frequency: int = 100_000  # env steps between two checkpoints; 0: at the end only
     keep_checkpoints: int = 2  # latest checkpoints kept; the best one is kept as well
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto computes on a GPU if there is one
+    num_cores: int | None = None  # cores to hold; by default 1, or 2 for layers of 256 units
     num_seeds: int = 1  # seeds trained in one program, from --seed on; JAX environments only
     num_devices: int = 1  # devices that share the environments of one run; JAX environments only
     debug: bool = False  # show tracebacks, and check every quantity for NaN after each step (slow)
@@ -328,3 +329,5 @@ def _check_run_options(run: RunOptions) -> None:
     for name in ("eval_episodes", "keep_checkpoints", "num_seeds", "num_devices"):
         if getattr(run, name) < 1:
             raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(run, name)}")
+    if run.num_cores is not None and run.num_cores < 1:
+        raise UserError(f"--num-cores must be 1 or more, got {run.num_cores}")

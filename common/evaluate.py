@@ -36,7 +36,7 @@ def main(options: EvaluateOptions) -> None:
     wanted = options.checkpoint
     if wanted not in ("latest", "best") and not wanted.isdecimal():
         raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
-    threads.use_one_core()
+    threads.use_cores(1)
     from common.policy import load
 
     policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)

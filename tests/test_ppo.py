@@ -517,7 +517,7 @@ def test_evaluation_changes_nothing():
 def test_a_saved_policy_sees_through_its_statistics(tmp_path):
     flags = "--normalize-obs --total-timesteps 2048 --num-steps 64 --learning-rate 1e-2"
     argv = ["ppo", *flags.split(), "--eval-episodes", "2", "--runs-dir", str(tmp_path)]
-    with mock.patch.object(sys, "argv", argv), mock.patch("common.threads.use_one_core"):
+    with mock.patch.object(sys, "argv", argv), mock.patch("common.threads.use_cores"):
         with pytest.raises(SystemExit) as stopped:
             ppo.run(Trainer, Config, PRESETS)
         assert stopped.value.code == 0

@@ -493,8 +493,9 @@ def test_check_finite_names_the_metric():
 
 CHOOSE = """
 import os, sys
-from common.threads import use_one_core
-print(use_one_core(), sorted(os.sched_getaffinity(0)), os.environ.get("NPROC"), flush=True)
+from common.threads import use_cores
+held = use_cores(int(os.environ.get("WANTED", "1")))
+print(held, sorted(os.sched_getaffinity(0)), os.environ.get("NPROC"), flush=True)
 sys.stdin.read()
 """
 
@@ -531,10 +532,10 @@ needs_free_cores = pytest.mark.skipif(
 @needs_free_cores
 def test_every_run_takes_its_own_core_until_none_is_left(tmp_path):
     choosers = [Chooser(tmp_path) for _ in cores_of_this_process]
-    taken = [f"{core} [{core}] 1" for core in cores_of_this_process]
+    taken = [f"[{core}] [{core}] 1" for core in cores_of_this_process]
     assert [chooser.said for chooser in choosers] == taken
     nothing = Chooser(tmp_path)
-    assert nothing.said == f"None {cores_of_this_process} None"
+    assert nothing.said == f"[] {cores_of_this_process} None"
     choosers[1].let_go()
     again = Chooser(tmp_path)
     assert again.said == taken[1]
@@ -546,16 +547,55 @@ def test_every_run_takes_its_own_core_until_none_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"cores": 0}, "None [0] None"),
-        ({"NPROC": "2"}, f"None {cores_of_this_process} 2"),
+        ({"cores": 0}, "[] [0] None"),
+        ({"NPROC": "2"}, f"[] {cores_of_this_process} 2"),
         (
             {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
-            f"None {cores_of_this_process} None",
+            f"[] {cores_of_this_process} None",
         ),
-        ({"XLA_FLAGS": "--xla_dump_to=/nowhere"}, "0 [0] 1"),
+        ({"XLA_FLAGS": "--xla_dump_to=/nowhere"}, "[0] [0] 1"),
     ],
 )
 def test_the_users_own_choice_of_cores_stands(tmp_path, options, said):
     chooser = Chooser(tmp_path, **options)
     chooser.let_go()
     assert chooser.said == said
+
+
+@needs_free_cores
+def test_a_run_takes_several_cores_or_what_is_left(tmp_path):
+    two = Chooser(tmp_path, WANTED="2")
+    two.let_go()
+    assert two.said == "[0, 1] [0, 1] 2"
+    one = Chooser(tmp_path)
+    rest = Chooser(tmp_path, WANTED="64")
+    for chooser in (one, rest):
+        chooser.let_go()
+    others = cores_of_this_process[1:]
+    assert (one.said, rest.said) == ("[0] [0] 1", f"{others} {others} {len(others)}")
+
+
+SPREAD = """
+import os
+import jax
+from common.threads import XLA_POOL, spread_pool, use_cores
+cores = use_cores(2)
+jax.devices()
+spread_pool(cores)
+tasks = [int(task) for task in os.listdir("/proc/self/task")]
+pool = [task for task in tasks if XLA_POOL in open(f"/proc/self/task/{task}/comm").read()]
+print(sorted(sorted(os.sched_getaffinity(task)) for task in pool))
+"""
+
+
+@needs_free_cores
+def test_each_thread_of_the_pool_gets_a_core_of_its_own(tmp_path):
+    kept = {k: v for k, v in environment().items() if k not in ("NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", SPREAD],
+        env=kept | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[[0], [1]]\n"
