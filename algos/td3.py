@@ -111,8 +111,8 @@ class Algorithm:
         """Draw new parameters; the targets start as copies; observations [N, *obs] give shapes."""
         params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
         actor, critic = (Trained(x, self.optimizer.init(x)) for x in params.values())
-        targets = jax.tree.map(jnp.copy, (actor.params, critic.params))
-        return LearnerState(actor, critic, *targets, self.normalizer.init(obs))
+        target_actor, target_critic = jax.tree.map(jnp.copy, (actor.params, critic.params))
+        return LearnerState(actor, critic, target_actor, target_critic, self.normalizer.init(obs))
 
     def model(self, actor: Any, critic: Any) -> Model:
         """Return the networks with these parameters."""

@@ -218,6 +218,25 @@ class TimerJaxEnv:
         return JaxStep((left, terminates), obs, reward, ended & terminates, ended & ~terminates)
 
 
+class ReachJaxEnv:
+    """Two actions, between [-1, 0] and [3, 0.5]; obs = [the last actions, steps in the episode].
+
+    Episodes have three steps with reward 1 each; half of them terminate, half are truncated.
+    """
+
+    observation_space = spaces.Box(-10, 10, (3,), np.float32)
+    action_space = spaces.Box(np.float32([-1, 0]), np.float32([3, 0.5]))
+
+    def reset(self, key: Any) -> tuple[Any, Any]:
+        return (jnp.int32(0), jax.random.bernoulli(key)), jnp.zeros(3)
+
+    def step(self, key: Any, state: Any, action: Any) -> JaxStep:
+        steps, terminates = state[0] + 1, state[1]
+        ended, obs = steps == 3, jnp.append(action, steps.astype(jnp.float32))
+        state = steps, terminates
+        return JaxStep(state, obs, jnp.float32(1), ended & terminates, ended & ~terminates)
+
+
 class NonsenseEnv(Env):
     """A JAX environment with `nonsense` wherever a learner must not look.
 

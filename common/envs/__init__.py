@@ -216,7 +216,7 @@ def require_action_space(algo: str, env: Env, *kinds: type[spaces.Space]) -> Non
 def require_bounded_actions(algo: str, env: Env) -> None:
     """Raise a UserError unless the actions of `env` are floats between finite bounds."""
     require_action_space(algo, env, spaces.Box)
-    space = env.action_space
+    space: Any = env.action_space
     if space.is_bounded():
         return
     env.close()
