@@ -39,7 +39,7 @@ from common.schedules import updates_until
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are the paper's for MuJoCo."""
+    """Hyper-parameters; the defaults are the paper's for MuJoCo, the warm-up is CleanRL's."""
 
     env_id: str = "HalfCheetah-v4"  # an envpool or Gymnasium id, or gymnax/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium

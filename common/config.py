@@ -46,6 +46,7 @@ UNIT_INTERVAL = {
     "exploration_fraction",
     "evaluation_epsilon",
     "noise_correlation",
+    "target_entropy",
 }
 
 
@@ -81,6 +82,10 @@ def _check_field(name: str, value: Any, default: Any) -> None:
         raise UserError(f"{flag} must be 0 or more, got {value}")
     if name in UNIT_INTERVAL and not 0 <= value <= 1:
         raise UserError(f"{flag} must lie between 0 and 1, got {value}")
+    if name == "noise_correlation" and value == 1:
+        raise UserError(f"{flag} must be below 1, or the noise would never change, got {value}")
+    if name == "updates_per_step" and value < 1e-3:
+        raise UserError(f"{flag} must be at least 0.001, got {value}")
     if whole and abs(value) >= 2**31:
         raise UserError(f"{flag} must be below 2147483648, got {value}")
 
