@@ -7,7 +7,9 @@ of algos/: batch 256, two layers of 256, one update a step, which is SBX's defau
 """
 
 import json
+import os
 import sys
+import tempfile
 import time
 
 import gymnasium
@@ -28,6 +30,7 @@ class Clock(BaseCallback):
 
 def main(algo: str) -> None:
     """Train and print the rate."""
+    os.chdir(tempfile.gettempdir())  # where MuJoCo may write its log
     model = getattr(sbx, algo.upper())(
         "MlpPolicy",
         gymnasium.make("HalfCheetah-v4"),

@@ -240,6 +240,32 @@ def test_sample_and_log_prob_is_exact_where_tanh_rounds_to_1():
     np.testing.assert_allclose(slopes[1], by_log_std, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("log_std", [LOG_STD - 1, EACH_ROW - 1], ids=["one for all", "one a row"])
+def test_of_noise_is_what_sampling_and_log_prob_say(log_std):
+    policy, key = TanhNormal(jnp.asarray(MEAN / 10), jnp.asarray(log_std)), jax.random.key(3)
+    noise = jax.random.normal(key, MEAN.shape)
+    action, log_prob = call("of_noise", policy, noise)
+    sampled = call("sample_and_log_prob", policy, key)
+    np.testing.assert_allclose(action, sampled[0], rtol=1e-6)
+    np.testing.assert_allclose(log_prob, sampled[1], rtol=1e-5, atol=1e-6)
+    u = np.float64(MEAN / 10) + np.exp(np.float64(log_std)) * noise
+    np.testing.assert_allclose(action, np.tanh(u), rtol=1e-5)
+    assert np.abs(action).max() < 0.999, "where arctanh still finds u"
+    np.testing.assert_allclose(call("log_prob", policy, action), log_prob, rtol=1e-3, atol=1e-3)
+
+
+def test_of_noise_and_log_prob_at_the_edge():
+    # tanh(±20) is ±1: of_noise knows u, log_prob takes the closest float inside for it.
+    policy = TanhNormal(jnp.float32([[20], [-20]]), jnp.zeros(1))
+    action, log_prob = call("of_noise", policy, jnp.float32([[0.5], [-0.5]]))
+    assert action.tolist() == [[1], [-1]]
+    expected = tanh_normal_log_prob(np.array([[20.5], [-20.5]]), np.array([[20], [-20]]), 1)
+    np.testing.assert_allclose(log_prob, expected, rtol=1e-6)
+    inside = np.arctanh(np.float64(INSIDE))
+    expected = tanh_normal_log_prob(inside * np.sign(action), np.array([[20], [-20]]), 1)
+    np.testing.assert_allclose(call("log_prob", policy, action), expected, rtol=1e-5)
+
+
 # At a deviation of e² the 32 points of the quadrature miss the kink of log(1 - tanh²) by 0.08 nats.
 ENTROPY_TOLERANCE = [(-5, 2e-6), (-1, 2e-6), (0, 2e-6), (1, 2e-3), (2, 0.1)]
 

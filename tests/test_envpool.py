@@ -12,6 +12,7 @@ from toy_envs import env_config, play
 
 from common.envs import Env, make_env
 from common.envs.envpool_backend import XlaPoolBackend, is_atari, wide_dtypes
+from common.envs.wide_fields import float32_of_words, float64_words
 from common.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -103,6 +104,82 @@ def test_spaces_hold_what_the_environment_returns() -> None:
     assert all((part.low == -np.inf).all() for part in space.values())
     space = make_env(env_config("Pendulum-v1")).action_space
     assert (space.low, space.high, space.dtype) == (-2, 2, np.float32)
+
+
+# --- float64 as words ---
+
+
+def words_of(x: np.ndarray) -> np.ndarray:
+    """float64 [...] -> uint32 [..., 2], lower word first."""
+    return x.view(np.uint32).reshape(*x.shape, 2)
+
+
+TINY = np.float64(np.finfo(np.float32).tiny)
+LARGEST = np.float64(np.finfo(np.float32).max)
+STEP = 2.0**-23  # between 1 and the next float32
+SPECIAL = np.array(
+    [
+        *(0.0, 1.0, np.inf, np.nan, 5e-324, np.finfo(np.float64).max, 1e-39, TINY, 2 * TINY),
+        # Ties go to the even neighbour; a bit more or less decides.
+        *(1 + STEP / 2, 1 + 3 * STEP / 2, 1 + STEP / 2 + 2**-52, 1 + STEP / 2 - 2**-52),
+        *(2 - STEP / 4, 2 - STEP / 2, np.pi, 1 / 3),
+        # The largest float32, and what rounds to it or to infinity
+        *(LARGEST, LARGEST * (1 + 2**-26), LARGEST * (1 + 2**-25), LARGEST * (1 + 2**-24), 4e38),
+    ]
+)
+
+
+def test_float32_of_words_rounds_as_numpy_does() -> None:
+    rng = np.random.default_rng(0)
+    anything = rng.integers(0, 2**64, 50_000, np.uint64).view(np.float64)
+    # Most random exponents are out of range: half of the numbers are within it.
+    usual = rng.normal(size=25_000) * 10.0 ** rng.uniform(-44, 39, 25_000)
+    # 29 bits are dropped: of a tie only the first of them is set.
+    mantissa = rng.integers(0, 2**23, 25_000, np.uint64) << np.uint64(29) | np.uint64(1 << 28)
+    exponent = rng.integers(890, 1155, 25_000, np.uint64) << np.uint64(52)
+    ties = (mantissa | exponent).view(np.float64)
+    wide = np.concatenate([anything, usual, ties, SPECIAL, -SPECIAL])
+    got = np.asarray(jax.jit(float32_of_words)(words_of(wide)))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        expected = wide.astype(np.float32)
+    # Numbers below 1.2e-38 become 0, before they are rounded.
+    expected = np.where(np.abs(wide) < TINY, np.copysign(np.float32(0), expected), expected)
+    is_nan = np.isnan(wide)
+    assert is_nan.any() and np.isinf(expected).any() and (expected == 0).any()
+    assert np.isnan(got[is_nan]).all()
+    np.testing.assert_array_equal(got[~is_nan].view(np.uint32), expected[~is_nan].view(np.uint32))
+
+
+def test_float64_words_are_exact() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        x = np.concatenate([x, np.float32(SPECIAL), np.float32(-SPECIAL)])
+        expected = np.where(np.abs(x) < TINY, np.copysign(0.0, x), np.float64(x))
+    words = np.asarray(jax.jit(float64_words)(x))
+    got = words.view(np.float64)[..., 0]
+    is_nan = np.isnan(x)
+    assert np.isnan(got[is_nan]).all()
+    np.testing.assert_array_equal(got[~is_nan], expected[~is_nan])
+    back = np.asarray(jax.jit(float32_of_words)(words))
+    np.testing.assert_array_equal(back[~is_nan], np.float32(expected[~is_nan]))
+
+
+def test_eight_wide_environments_and_two_pools_at_once() -> None:
+    """Pools in turn, in one process, each with its twin: neither sees the actions of the other."""
+    envs = [make_env(env_config("HalfCheetah-v4", num_envs=n, seed=n), "evaluate") for n in (8, 2)]
+    twins = [twin_of(env) for env in envs]
+    actions = [random_actions(env, 300) for env in envs]
+    states, steps = [env.reset(jax.random.key(0)) for env in envs], [jax.jit(e.step) for e in envs]
+    for twin in twins:
+        twin.reset()
+    for t in range(300):
+        for i, (step, twin) in enumerate(zip(steps, twins, strict=True)):
+            states[i], row = step(states[i], actions[i][t])
+            assert_same(tuple(row), twin.step(np.float64(actions[i][t]))[:4])
+    assert not np.array_equal(states[0].obs[:2], states[1].obs)
+    for env, state in zip(envs, states, strict=True):
+        env.check(state)
 
 
 # --- boundaries -----------------------------------------------------------------------------------

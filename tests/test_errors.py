@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -164,6 +165,71 @@ gym.register(
     "ToyDictActions-v0", lambda: EchoEnv(spaces.Box(-1, 1, (3,), np.float32), spaces.Dict(a=TWO))
 )
 
+# The same for algorithms of continuous actions and a replay buffer
+BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
+    **{
+        f"discrete actions, {algo}": (
+            algo,
+            "--env-id CartPole-v1",
+            [f"{algo} needs a Box action space, CartPole-v1 has Discrete(2)"],
+        )
+        for algo in ("ddpg", "td3", "sac")
+    },
+    "continuous actions": (
+        "sac_discrete",
+        "--env-id Pendulum-v1",
+        ["sac_discrete needs a Discrete action space, Pendulum-v1 has Box(-2.0, 2.0"],
+    ),
+    **{
+        f"{name}, {algo}": (
+            algo,
+            f"--env-id {env_id}",
+            [f"{algo} scales its actions to their bounds, {env_id}", "finite bounds"],
+        )
+        for algo in ("ddpg", "td3", "sac")
+        for name, env_id in {"no bounds": "ToyUnbounded-v0", "one bound": "ToyOneBound-v0"}.items()
+    },
+    "whole numbers for actions": ("sac", "--env-id ToyWholeActions-v0", ["sac needs a Box action"]),
+    **{
+        f"updates_per_step {value}": (
+            "sac",
+            f"--env-id Pendulum-v1 --updates-per-step {value}",
+            ["--updates-per-step must be", f"got {value}"],
+        )
+        for value in ("0", "-1")
+    },
+    "updates_per_step nan": ("td3", "--updates-per-step nan", ["--updates-per-step", "finite"]),
+    "noise_correlation 1.5": (
+        "ddpg",
+        "--noise-correlation 1.5",
+        ["--noise-correlation must lie between 0 and 1, got 1.5"],
+    ),
+    "noise_correlation -1": ("sac", "--noise-correlation -0.5", ["between 0 and 1, got -0.5"]),
+    "policy_frequency 0": (
+        "td3",
+        "--policy-frequency 0",
+        ["--policy-frequency must be above 0, got 0"],
+    ),
+    "policy_noise -1": ("td3", "--policy-noise -1", ["--policy-noise must be 0 or more, got -1"]),
+    "noise_clip -1": ("td3", "--noise-clip -1", ["--noise-clip must be 0 or more, got -1"]),
+    "exploration_noise -1": (
+        "ddpg",
+        "--exploration-noise -1",
+        ["--exploration-noise must be 0 or more, got -1"],
+    ),
+    "alpha 0": ("sac", "--alpha 0", ["--alpha must be above 0, got 0"]),
+    "alpha nan": ("sac_discrete", "--alpha nan", ["--alpha", "finite number", "nan"]),
+    "tau 2": ("sac", "--tau 2", ["--tau must lie between 0 and 1, got 2"]),
+    "learning_starts 1": ("td3", "--learning-starts 1", ["--learning-starts 1", "at least 2"]),
+    "policy_frequency of sac": ("sac", "--policy-frequency 2", ["'--policy-frequency'", "--help"]),
+}
+for toy_id, action_space in {
+    "ToyUnbounded-v0": spaces.Box(-np.inf, np.inf, (2,), np.float32),
+    "ToyOneBound-v0": spaces.Box(np.float32([-1, -1]), np.float32([1, np.inf])),
+    "ToyWholeActions-v0": spaces.Box(0, 3, (2,), np.int32),
+}.items():
+    gym.register(toy_id, partial(EchoEnv, spaces.Box(-1, 1, (3,), np.float32), action_space))
+
 BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
     "id near": ("--env-id CartPol-v1", ["'CartPol-v1'", "did you mean CartPole-v1"]),
     "id near, atari": ("--env-id Breakot-v5", ["'Breakot-v5'", "Breakout-v5"]),
@@ -244,6 +310,15 @@ def test_bad_flag_of_a_rollout(capsys, tmp_path, name):
     runs = tmp_path / "runs"
     argv = [*shlex.split(flags), "--runs-dir", runs]
     check(run_here(capsys, *argv, module=f"algos.{algo}"), words, runs)
+
+
+@pytest.mark.parametrize("name", BAD_ACTOR_CRITIC_FLAGS)
+def test_bad_flag_of_an_actor_critic(capsys, tmp_path, name):
+    algo, flags, words = BAD_ACTOR_CRITIC_FLAGS[name]
+    runs = tmp_path / "runs"
+    argv = [*shlex.split(flags), "--runs-dir", runs]
+    check(run_here(capsys, *argv, module=f"algos.{algo}"), words, runs)
+    assert not runs.exists()
 
 
 @pytest.mark.parametrize("name", BAD_ENVIRONMENTS)

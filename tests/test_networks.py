@@ -11,7 +11,7 @@ from flax import nnx
 from gymnasium import spaces
 from jax import lax
 
-from common.networks import MLP, Conv, Encoder, NatureCNN, is_image
+from common.networks import FEW, MLP, Conv, Encoder, NatureCNN, Network, is_image
 
 
 def image_space(*shape: int, high: int = 255) -> spaces.Box:
@@ -335,3 +335,74 @@ def test_atari_shape() -> None:
     assert cnn.dense.kernel.shape == (3136, 512)
     features = nnx.eval_shape(lambda cnn, x: cnn(x), cnn, jnp.zeros((2, 4, 84, 84), jnp.uint8))
     assert features.shape == (2, 512)
+
+
+def network_and_reference(num_inputs: int, num_actions: int, num_outputs: int) -> tuple:
+    """A Network and three plain nnx.Linear as functions of the same parameters, and these."""
+    space, hidden = spaces.Box(-9, 9, (num_inputs,)), (24, 16)
+    network = Network(space, num_actions, num_outputs, nnx.Rngs(0), hidden)
+    graph, params = nnx.split(network)
+    params = nnx.to_pure_dict(params)
+    for i, name in enumerate(("first", "second", "head")):
+        params[name]["bias"] = jnp.linspace(-0.3, 0.2 + i, len(params[name]["bias"]))
+    layers = {name: nnx.graphdef(getattr(network, name)) for name in params}
+
+    def reference(params: Any, *inputs: Any) -> Any:
+        x = jnp.concatenate(inputs, axis=-1)
+        for name in ("first", "second"):
+            x = jax.nn.relu(nnx.merge(layers[name], params[name])(x))
+        return nnx.merge(layers["head"], params["head"])(x)
+
+    return lambda params, *inputs: nnx.merge(graph, params)(*inputs), reference, params
+
+
+NETWORKS = {  # inputs, actions, outputs
+    "critic": (3, 2, 1),
+    "policy": (3, 0, 4),
+    "as many inputs as few": (FEW - 2, 2, 1),
+    "more": (FEW - 1, 2, 1),
+    "many outputs": (5, 0, FEW + 1),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("way", ["vmap", "fori_loop"])
+def test_network_is_three_linear_layers(name: str, way: str) -> None:
+    num_inputs, num_actions, num_outputs = NETWORKS[name]
+    network, reference, params = network_and_reference(*NETWORKS[name])
+    rng = np.random.default_rng(0)
+    shapes = [(4, 7, num_inputs), (4, 7, num_actions)][: 2 if num_actions else 1]
+    inputs = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    weight = rng.normal(size=(4, 7, num_outputs)).astype(np.float32)
+
+    def learn(apply: Any, params: Any, weight: Any, *inputs: Any) -> Any:
+        def loss(params: Any, *inputs: Any) -> Any:
+            outputs = apply(params, *inputs)
+            return (weight * outputs).sum(), outputs
+
+        return jax.grad(loss, tuple(range(1 + len(inputs))), has_aux=True)(params, *inputs)
+
+    def everything(apply: Any) -> Any:
+        of_rows = partial(learn, apply)
+        if way == "vmap":  # parameters too, as with many seeds
+            many = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x, x + 1]), params)
+            return jax.vmap(of_rows)(many, weight, *inputs)
+
+        def add(i: Any, sums: Any) -> Any:
+            rows = [jnp.asarray(x)[i] for x in (weight, *inputs)]
+            return jax.tree.map(jnp.add, sums, of_rows(params, *rows))
+
+        zeros = jax.eval_shape(of_rows, params, weight[0], *(x[0] for x in inputs))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), zeros)
+        return lax.fori_loop(0, 4, add, zeros)
+
+    got, expected = (jax.jit(partial(everything, apply))() for apply in (network, reference))
+    jax.tree.map(assert_near, got, expected)
+
+
+def test_network_of_images_and_sizes() -> None:
+    network = nnx.eval_shape(lambda: Network(image_space(4, 84, 84), 0, 6, nnx.Rngs(0)))
+    assert network.first.kernel.shape == (512, 256) and network.second.kernel.shape == (256, 256)
+    assert network.head.kernel.shape == (256, 6)
+    outputs = nnx.eval_shape(lambda net, x: net(x), network, jnp.zeros((2, 4, 84, 84), jnp.uint8))
+    assert outputs.shape == (2, 6)

@@ -333,6 +333,20 @@ def test_log_points_without_games_and_updates():
     assert train["logs"] == {"charts/updates": 0.0}
 
 
+def test_log_points_divide_what_is_of_the_actor_by_its_updates():
+    sums = {"critic_loss": 12.0, "actor_loss": 9.0, "q_values": 6.0}
+    counts = {"updates": 6.0, "actor_updates": 3.0}
+    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | counts)
+    losses = {"losses/critic_loss": 2.0, "losses/actor_loss": 3.0, "losses/q_values": 1.0}
+    assert train["logs"] == losses | {"charts/updates": 6.0, "charts/actor_updates": 3.0}
+    # One update of the critics alone, and an algorithm that does not count its actor's.
+    counts = {"updates": 6.0, "actor_updates": 0.0}
+    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | counts)
+    assert "losses/actor_loss" not in train["logs"] and train["logs"]["losses/critic_loss"] == 2
+    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | {"updates": 6.0})
+    assert train["logs"] == losses | {"losses/actor_loss": 1.5, "charts/updates": 6.0}
+
+
 def test_a_failed_environment_has_no_log_point():
     env = env_of(UserError("the motor broke"))
     with pytest.raises(UserError, match="the motor broke"):

@@ -1,12 +1,14 @@
 """Event counts against a loop over single env steps; step sizes by hand."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common.schedules import annealed_learning_rate, count_events
+from common.schedules import annealed_learning_rate, count_events, updates_until
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
@@ -40,3 +42,26 @@ def test_a_cut_rollout_has_no_updates():
 
 def test_without_anneal_lr_the_step_size_stays():
     np.testing.assert_allclose([schedule(False)(i) for i in (0, 30, 60, 1000)], 0.3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"),
+    [
+        *(("0.001", (1, 1000)), ("0.1", (1, 10)), ("0.25", (1, 4)), ("1/3", (1, 3))),
+        *(("0.997", (997, 1000)), ("1", (1, 1)), ("2.5", (5, 2)), ("16", (16, 1))),
+    ],
+)
+@pytest.mark.parametrize("num_envs", [1, 3, 64])
+def test_updates_until_is_exact(text, ratio, num_envs):
+    start, steps = 100, np.arange(0, 4_000 * num_envs, num_envs)
+    due = jax.jit(updates_until, static_argnums=(1, 2))(steps, start, float(Fraction(text)))
+    expected = [max(int(step) - start, 0) * ratio[0] // ratio[1] for step in steps]
+    np.testing.assert_array_equal(due, expected)
+    assert not due[steps <= start].any()
+
+
+@pytest.mark.parametrize(("ratio", "updates"), [(0.001, 2), (0.1, 200), (0.999, 1_998), (1, 2_000)])
+def test_updates_until_does_not_overflow(ratio, updates):
+    steps = jnp.array([2_000_000_000, 2_000_001_000], jnp.int32)
+    due = updates_until(steps, 1_000, ratio)
+    assert due.tolist() == [(updates * 10**6) - updates // 2, updates * 10**6]
