@@ -100,6 +100,11 @@ def _check_total(total_timesteps: int, num_envs: int) -> None:
 
 
 def _check_replay(config: Any) -> None:
+    if config.total_timesteps * getattr(config, "updates_per_step", 0) >= 2**31:
+        raise UserError(
+            f"--updates-per-step {config.updates_per_step} makes more than 2147483647 updates of "
+            f"--total-timesteps {config.total_timesteps}; lower one of them"
+        )
     if config.batch_size > config.buffer_size:
         raise UserError(
             f"--batch-size {config.batch_size} is larger than --buffer-size {config.buffer_size}; "

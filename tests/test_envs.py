@@ -761,6 +761,16 @@ def test_gymnax_steps_as_gymnasium_does(env_id: str) -> None:
         assert len({tuple(reset) for reset in resets}) == len(resets) >= 3
 
 
+def test_gymnax_starts_with_the_types_that_steps_keep() -> None:
+    # Pendulum's initial time is a Python number; a program would be compiled again without it.
+    env = make_env(env_config("gymnax/Pendulum-v1", num_envs=2))
+    state = env.reset(jax.random.key(0))
+    step = jax.jit(env.step)
+    for _ in range(3):
+        state, _ = step(state, jnp.zeros((2, 1)))
+    assert step._cache_size() == 1
+
+
 def test_gymnax_parameters_come_from_env_kwargs() -> None:
     config = env_config("gymnax/CartPole-v1", env_kwargs=("max_steps_in_episode=5",))
     _, rows = play(make_env(config), jnp.tile(jnp.int32([[0, 1], [1, 0]]), (6, 1)))

@@ -196,8 +196,24 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
             f"--env-id Pendulum-v1 --updates-per-step {value}",
             ["--updates-per-step must be", f"got {value}"],
         )
-        for value in ("0", "-1")
+        for value in ("0", "-1", "0.0004")
     },
+    "updates_per_step too many": (
+        "sac",
+        "--updates-per-step 2.5 --total-timesteps 1000000000",
+        ["--updates-per-step 2.5 makes more than 2147483647 updates"],
+    ),
+    "target_entropy 2": (
+        "sac_discrete",
+        "--target-entropy 2",
+        ["--target-entropy must lie between 0 and 1, got 2"],
+    ),
+    "num_cores 0": ("sac", "--num-cores 0", ["--num-cores must be 1 or more, got 0"]),
+    "noise_correlation 1": (
+        "td3",
+        "--noise-correlation 1",
+        ["--noise-correlation must be below 1"],
+    ),
     "updates_per_step nan": ("td3", "--updates-per-step nan", ["--updates-per-step", "finite"]),
     "noise_correlation 1.5": (
         "ddpg",

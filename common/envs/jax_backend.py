@@ -62,8 +62,9 @@ class JaxBackend:
         env_keys = jax.random.split(key, (self.num_envs, 2))  # [N, 2]
         state, obs = jax.vmap(self.env.reset)(env_keys[:, 0])
         # Copies, because an environment may hold one array in two fields (as last and current
-        # position, say), and one buffer cannot be donated twice.
-        state, obs = jax.tree.map(jnp.copy, (state, obs))
+        # position, say), and one buffer cannot be donated twice; of strong types, because a weak
+        # one that the first step makes strong would cost a second compilation.
+        state, obs = jax.tree.map(lambda x: jnp.array(x, x.dtype), (state, obs))
         inner = JaxInner(env_keys[:, 1], state, jnp.zeros(self.num_envs, bool))
         return inner, jax.tree.map(_as_32_bit, obs)
 
