@@ -236,8 +236,8 @@ class Trainer:
 
     def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
         """(collect, learn) × num_iterations, or until an environment fails."""
-        timing = self.config.learning_starts, self.config.updates_per_step
-        due = partial(updates_until, start=timing[0], updates_per_step=timing[1])
+        start, ratio = self.config.learning_starts, self.config.updates_per_step
+        due = partial(updates_until, start=start, updates_per_step=ratio)
 
         def goes_on(carry: tuple) -> Array:
             return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)

@@ -79,6 +79,10 @@ class Evaluator:
             np.swapaxes(x, -1, -2).reshape(*x.shape[:-2], -1)[..., :num_episodes]
             for x in (played.returns, played.lengths)
         )
+        return {"log_type": "evaluate", "sample_step": step, "logs": self._logs(returns, lengths)}
+
+    def _logs(self, returns: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+        """Return the logs of raw returns and lengths [episodes], with seeds [S, episodes]."""
         logs = {
             "charts/evaluation_return": float(returns.mean()),
             "charts/evaluation_std": float(returns.std()),
@@ -89,7 +93,7 @@ class Evaluator:
             logs["charts/evaluation_std"] = float(of_seeds.std())
             for i, value in enumerate(of_seeds):
                 logs[f"seed_{self.config.seed + i}/evaluation_return"] = float(value)
-        return {"log_type": "evaluate", "sample_step": step, "logs": logs}
+        return logs
 
     def _start(self, env: Env, step: int) -> tuple[EnvState, Array]:
         """Return fresh environments and the key of an evaluation, for each seed if there are."""

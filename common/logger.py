@@ -76,13 +76,18 @@ def log_points(
         logs["charts/episodic_length"] = float((length_sum[some] / episodes[some]).mean())
         logs |= {"charts/episodic_return_std": float(returns.std())} if len(episodes) > 1 else {}
     yield {"log_type": "collect", "sample_step": step, "logs": logs}
+    yield {"log_type": "train", "sample_step": step, "logs": _means_of_updates(sums)}
+
+
+def _means_of_updates(sums: dict[str, Any]) -> dict[str, float]:
+    """Return the counts among summed metrics, and the others as means of the updates counted."""
     sums = {name: np.mean(value) for name, value in jax.device_get(sums).items()}
     counts = {f"charts/{name}": float(sums.pop(name)) for name in COUNTS if name in sums}
     updates = counts["charts/updates"]
     of_actor = counts.get("charts/actor_updates", updates)
     divisors = {name: of_actor if name.startswith("actor") else updates for name in sums}
     means = {f"losses/{k}": float(v / divisors[k]) for k, v in sums.items() if divisors[k]}
-    yield {"log_type": "train", "sample_step": step, "logs": means | counts}
+    return means | counts
 
 
 def ends_log_point(log_data: dict) -> bool:
