@@ -238,4 +238,5 @@ def test_learns_cartpole(seed):
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 150
+    # 8 seeds gave 133 to 500; no bootstrap, argmin for max, and a wrong sign gave 10 to 26.
+    assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 100
