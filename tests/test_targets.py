@@ -189,8 +189,9 @@ def test_the_value_after_the_window_matters_unless_the_last_step_terminated(name
     *steps, value, _ = random_rollout()
     _, terminated, _ = steps
     before = TARGETS[name](*steps, value)
-    value[-1] += 100
-    change = np.asarray(TARGETS[name](*steps, value) - before)[-1]
+    # A copy: JAX may not have read the first array yet.
+    later = np.concatenate([value[:-1], value[-1:] + 100])
+    change = np.asarray(TARGETS[name](*steps, later) - before)[-1]
     np.testing.assert_allclose(change, np.where(terminated[-1], 0, 90), rtol=1e-4)
 
 
