@@ -140,16 +140,13 @@ class Network(nnx.Module):
         x = jnp.concatenate([self.encoder(obs), *action], axis=-1)
         if jax.default_backend() != "cpu":
             return self.head(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
-        weights = (
-            w[...] for layer in (self.first, self.second, self.head) for w in _weights(layer)
-        )
-        kernel, bias, second_kernel, second_bias, head_kernel, head_bias = weights
-        x = _relu_product(x, kernel, bias, second_kernel) + second_bias
-        return _narrow_product(jax.nn.relu(x), head_kernel) + head_bias
-
-
-def _weights(layer: nnx.Linear) -> tuple[Any, Any]:
-    return layer.kernel, layer.bias
+        layers = self.first, self.second, self.head
+        kernels = [layer.kernel[...] for layer in layers]
+        biases = [jnp.asarray(layer.bias) for layer in layers]
+        x = jax.nn.relu(_relu_product(x, kernels[0], biases[0], kernels[1]) + biases[1])
+        # The fast form of a narrow kernel's gradient transposes the product.
+        product = _matmul if kernels[2].shape[1] <= FEW else jnp.matmul
+        return product(x, kernels[2]) + biases[2]
 
 
 class RecurrentCore(nnx.Module):
@@ -383,18 +380,3 @@ def _relu_product_backward(saved: tuple[Array, ...], grad: Array) -> tuple[Array
 
 
 _relu_product.defvjp(_relu_product_forward, _relu_product_backward)
-
-
-@jax.custom_vjp
-def _narrow_product(x: Array, kernel: Array) -> Array:
-    """[rows, inputs] @ [inputs, few]: the fast form of its gradient transposes the product."""
-    return x @ kernel
-
-
-def _narrow_product_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    x, kernel = saved
-    grad_kernel = x.T @ grad if kernel.shape[1] > FEW else lax.optimization_barrier(grad.T @ x).T
-    return grad @ kernel.T, grad_kernel
-
-
-_narrow_product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _narrow_product_backward)
