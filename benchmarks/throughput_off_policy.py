@@ -113,7 +113,10 @@ def in_turn(options: Options, cores: set[int]) -> dict[str, list[float]]:
 
 def loops(options: Options) -> dict[str, float]:
     """Return env steps a second of the training loops alone."""
+    from common.threads import spread_pool
+
     measures = {f"loop {algo}": (loop_measure(make_trainer(algo)), 1.0) for algo in options.algos}
+    spread_pool(sorted(os.sched_getaffinity(0)))
     return median_rates(measures, options.repeats, options.seconds)
 
 
