@@ -1,12 +1,15 @@
 """What the tests of actor-critic algorithms with a replay buffer share: a batch, and an oracle."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from gymnasium import spaces
 
+from common.optimize import Trained, descend
 from common.replay import Batch
 
 OBS_SPACE = spaces.Box(-10, 10, (3,), np.float32)
@@ -32,6 +35,15 @@ HAND_BATCH = Batch(
 HAND_TARGET = jnp.array([2.0, 1.0, 3.0, 0.0, 9.0])
 # Σ_b (y - Q_i) ∂Q_i/∂θ over the valid rows, for i = 1, 2
 ERRORS_TIMES_SLOPES = {"obs": np.array([[-4, 4], [-1, 4]]), "action": np.array([[-4], [-2.5]])}
+
+
+def bare_algorithm(algorithm_class: Any, config: Any, model: Any, *params: Any) -> tuple:
+    """An Algorithm of a model by hand that descends with step size 1, and `Trained` of params."""
+    algorithm = object.__new__(algorithm_class)
+    algorithm.config, algorithm.model = config, model
+    algorithm.optimizer = optax.sgd(1.0)
+    algorithm.descend = partial(descend, algorithm.optimizer)
+    return algorithm, [Trained(x, algorithm.optimizer.init(x)) for x in params]
 
 
 def hand_values(critic: Any, obs: Any, action: Any) -> Any:

@@ -13,8 +13,7 @@ import rlax
 from toy_envs import NonsenseEnv, TimerJaxEnv, use_env
 
 from algos import a2c
-from algos.a2c import PRESETS, Algorithm, Config, Trainer
-from common.config import check_config
+from algos.a2c import Algorithm, Config, Trainer
 from common.distributions import Categorical
 from common.rollout import Batch, collect_rollout
 
@@ -177,11 +176,6 @@ def test_the_value_goes_on_after_a_time_limit_and_not_after_an_end(monkeypatch):
     list(trainer())
     _, value = trainer.algorithm.predict(trainer.state.learner.params, jnp.eye(4))
     np.testing.assert_allclose(value, [1 / (1 - 0.8), 1, 1.8, 2.44], atol=0.1)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
 
 
 @pytest.mark.learning

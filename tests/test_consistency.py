@@ -1,13 +1,17 @@
-"""What every algorithm file shares: order, size, and functions identical to the letter."""
+"""What every algorithm file shares: order, size, sound presets, functions equal to the letter."""
 
 import ast
 import difflib
+import importlib
 from pathlib import Path
 
 import pytest
 
+from common.config import check_config
+
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = sorted(p for p in (ROOT / "algos").glob("*.py") if p.stem != "__init__")
+MODULES = [importlib.import_module(f"algos.{path.stem}") for path in ALGORITHMS]
 CLASSES = ["Config", "Model", "LearnerState", "Algorithm", "Agent", "TrainState", "Trainer"]
 
 # (parent, variant): the functions that must be equal to the letter, as "Class.function".
@@ -130,6 +134,13 @@ class TestEveryAlgorithm:
             assert f"Agent.{name}" in names
         for name in ("__call__", "_run_collect", "_run_train", "_run_evaluate"):
             assert f"Trainer.{name}" in names
+
+
+@pytest.mark.parametrize(
+    ("module", "preset"), [(module, preset) for module in MODULES for preset in module.PRESETS]
+)
+def test_presets_are_sound(module, preset):
+    check_config(module.Config(**module.PRESETS[preset]))
 
 
 @pytest.mark.parametrize(("pair", "names"), SHARED.items())

@@ -1,4 +1,4 @@
-"""DDPG, TD3, SAC and discrete SAC as training processes: counts, rows, seeds, and resumed runs."""
+"""DDPG, TD3, SAC and discrete SAC together: actions, counts, rows, seeds, and resumed runs."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from off_policy import leaves_differ, random_batch
+from off_policy import ACTION_SPACE, OBS_SPACE, leaves_differ, random_batch, relu_network
 from scipy import special, stats
 from toy_envs import ReachJaxEnv, TimerJaxEnv, use_env
 
@@ -105,6 +105,56 @@ def test_updates_are_exactly_what_the_steps_imply(num_envs, updates_per_step):
     if updates_per_step == 0.1:
         expected = [max(step - 130, 0) // 10 for step in steps]
     assert np.cumsum(counted).tolist() == expected
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fresh_agent(module):
+    """An Agent of networks that have not learned, and its learner's state."""
+    config = module.Config(learning_starts=100)
+    algorithm = module.Algorithm(config, OBS_SPACE, ACTION_SPACE)
+    state = algorithm.init(jax.random.key(0), jnp.zeros((1, 3)))
+    return module.Agent(config, algorithm, ACTION_SPACE), state
+
+
+@each(CONTINUOUS)
+def test_actions_are_uniform_at_first(module):
+    agent, state = fresh_agent(module)
+    noise = jax.random.normal(jax.random.key(3), (4_000, 2))
+    action = np.asarray(agent.sample(state, jnp.ones((4_000, 3)), 99, noise))
+    for i in range(2):
+        assert stats.kstest(action[:, i], stats.uniform(-1, 2).cdf).pvalue > 1e-3
+    assert stats.pearsonr(*action.T).pvalue > 1e-3
+    assert stats.pearsonr(action[1:, 0], action[:-1, 0]).pvalue > 1e-3
+
+
+@each([ddpg, td3])
+@pytest.mark.parametrize("exploration_noise", [0.0, 0.5])
+def test_actions_follow_the_policy_and_the_noise_later(module, exploration_noise):
+    agent, state = fresh_agent(module)
+    config = replace(agent.config, exploration_noise=exploration_noise)
+    agent = module.Agent(config, agent.algorithm, ACTION_SPACE)
+    obs, noise = np.random.default_rng(2).normal(size=(2, 64, 3)).astype(np.float32)
+    action = np.asarray(agent.sample(state, obs, 100, noise[:, :2]))
+    mean = np.tanh(relu_network(state.actor.params, obs))
+    expected = np.clip(mean + exploration_noise * noise[:, :2], -1, 1)
+    np.testing.assert_allclose(action, expected, atol=1e-5)
+    assert (np.abs(action) == 1).any() == (exploration_noise > 0)
+
+
+@each(CONTINUOUS)
+def test_evaluation_plays_the_policy_without_noise(module):
+    agent, state = fresh_agent(module)
+    obs = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
+    mean = np.tanh(relu_network(state.actor.params, obs)[:, :2])
+    expected = np.array([1, 0.25]) + np.array([2, 0.25]) * mean
+    for key in range(2):
+        action = agent.predict(state, obs, jax.random.key(key))
+        np.testing.assert_allclose(action, expected, atol=1e-5)
+    actions = agent.env_action(jnp.float32([[-1, 1], [1, -1], [0, 0]]))
+    np.testing.assert_allclose(actions, [[-1, 0.5], [3, 0], [1, 0.25]])
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from toy_envs import EchoEnv, NonsenseEnv, TimerJaxEnv, use_env
 from algos import ppo
 from algos.ppo import PRESETS, Algorithm, Config, LearnerState, Trainer
 from common import load
-from common.config import check_config
 from common.distributions import Categorical
 from common.normalize import init_stats, normalize
 from common.replay import Transition
@@ -391,11 +390,6 @@ def test_stopping_early_closes_the_environments(monkeypatch):
     closed.assert_not_called()
     training.close()
     closed.assert_called_once()
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
 
 
 # --- Episode boundaries ---------------------------------------------------------------------------

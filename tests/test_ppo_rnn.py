@@ -12,8 +12,7 @@ from gymnasium import spaces
 from toy_envs import NonsenseEnv
 
 from algos import ppo, ppo_rnn
-from algos.ppo_rnn import PRESETS, Algorithm, Config, Trainer
-from common.config import check_config
+from algos.ppo_rnn import Algorithm, Config, Trainer
 from common.distributions import Categorical
 from common.errors import UserError
 from common.rollout import Batch, collect_rollout, shuffled_rows, take_minibatch
@@ -309,11 +308,6 @@ def test_minibatches_must_divide_the_environments(num_envs, num_minibatches):
     words = f"--num-minibatches {num_minibatches} does not divide --num-envs {num_envs}"
     with pytest.raises(UserError, match=words):
         Trainer(config)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
 
 
 # --- Learning -------------------------------------------------------------------------------------

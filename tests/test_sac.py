@@ -1,13 +1,11 @@
 """SAC: targets, losses and temperature by hand, exploration, and learning."""
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from off_policy import (
     ACTION_SPACE,
@@ -17,6 +15,7 @@ from off_policy import (
     HAND_TARGET,
     OBS_SPACE,
     TARGET_CRITIC,
+    bare_algorithm,
     hand_values,
     leaves_differ,
     leaves_equal,
@@ -26,10 +25,9 @@ from off_policy import (
 )
 from scipy import stats
 
-from algos.sac import METRICS, PRESETS, Agent, Algorithm, Config, LearnerState, Trainer
-from common.config import check_config
+from algos.sac import METRICS, Agent, Algorithm, Config, LearnerState, Trainer
 from common.distributions import TanhNormal
-from common.optimize import Trained, descend
+from common.optimize import Trained
 
 
 class HandModel(NamedTuple):
@@ -55,14 +53,10 @@ ACTOR = {"mean": jnp.zeros((2, 1)), "log_std": jnp.zeros(1)}
 
 def hand_algorithm(**options) -> tuple[Algorithm, LearnerState]:
     """An Algorithm of `HandModel` that descends with step size 1, and its state."""
-    algorithm = object.__new__(Algorithm)
-    algorithm.config = Config(**options)
-    algorithm.model = HandModel
-    algorithm.target_entropy = -1
-    algorithm.optimizer = optax.sgd(1.0)
-    algorithm.descend = partial(descend, algorithm.optimizer)
     params = ACTOR, CRITIC, jnp.log(jnp.float32(ALPHA))
-    actor, critic, log_alpha = (Trained(x, algorithm.optimizer.init(x)) for x in params)
+    algorithm, trained = bare_algorithm(Algorithm, Config(**options), HandModel, *params)
+    algorithm.target_entropy = -1
+    actor, critic, log_alpha = trained
     return algorithm, LearnerState(actor, critic, TARGET_CRITIC, log_alpha, ())
 
 
@@ -262,39 +256,12 @@ def test_deviations_are_bounded(algorithm, state):
 # --- exploration ----------------------------------------------------------------------------------
 
 
-def test_actions_are_uniform_at_first(algorithm, state):
-    agent = Agent(algorithm.config, algorithm, ACTION_SPACE)
-    noise = jax.random.normal(jax.random.key(3), (4_000, 2))
-    action = np.asarray(agent.sample(state, jnp.ones((4_000, 3)), 99, noise))
-    for i in range(2):
-        assert stats.kstest(action[:, i], stats.uniform(-1, 2).cdf).pvalue > 1e-3
-    assert stats.pearsonr(*action.T).pvalue > 1e-3
-    assert stats.pearsonr(action[1:, 0], action[:-1, 0]).pvalue > 1e-3
-
-
 def test_actions_follow_the_policy_and_the_noise_later(algorithm, state):
     agent = Agent(algorithm.config, algorithm, ACTION_SPACE)
     obs, noise = np.random.default_rng(2).normal(size=(2, 64, 3)).astype(np.float32)
     action = agent.sample(state, obs, 100, noise[:, :2])
     expected, _ = reference(state, obs, noise[:, :2])
     np.testing.assert_allclose(action, expected, atol=1e-5)
-
-
-def test_evaluation_plays_the_mode(algorithm, state):
-    agent = Agent(algorithm.config, algorithm, ACTION_SPACE)
-    obs = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
-    mode, _ = reference(state, obs, 0)
-    expected = np.array([1, 0.25]) + np.array([2, 0.25]) * mode
-    for key in range(2):
-        action = agent.predict(state, obs, jax.random.key(key))
-        np.testing.assert_allclose(action, expected, atol=1e-5)
-    actions = agent.env_action(jnp.float32([[-1, 1], [1, -1], [0, 0]]))
-    np.testing.assert_allclose(actions, [[-1, 0.5], [3, 0], [1, 0.25]])
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
 
 
 @pytest.mark.learning

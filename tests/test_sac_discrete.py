@@ -1,17 +1,16 @@
 """Discrete SAC: sums over the actions against loops and by hand, temperature, and exploration."""
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from gymnasium import spaces
 from off_policy import (
     OBS_SPACE,
+    bare_algorithm,
     leaves_differ,
     leaves_equal,
     random_batch,
@@ -21,9 +20,8 @@ from off_policy import (
 from scipy import special, stats
 
 from algos.sac_discrete import METRICS, PRESETS, Agent, Algorithm, Config, LearnerState, Trainer
-from common.config import check_config
 from common.distributions import Categorical
-from common.optimize import Trained, descend
+from common.optimize import Trained
 from common.replay import Batch
 
 ALPHA = 0.2
@@ -60,14 +58,10 @@ class HandModel(NamedTuple):
 
 def hand_algorithm(**options) -> tuple[Algorithm, LearnerState]:
     """An Algorithm of `HandModel` that descends with step size 1, and its state."""
-    algorithm = object.__new__(Algorithm)
-    algorithm.config = Config(**options)
-    algorithm.model = HandModel
-    algorithm.target_entropy = 0.5 * math.log(2)
-    algorithm.optimizer = optax.sgd(1.0)
-    algorithm.descend = partial(descend, algorithm.optimizer)
     params = ACTOR, CRITIC, jnp.log(jnp.float32(ALPHA))
-    actor, critic, log_alpha = (Trained(x, algorithm.optimizer.init(x)) for x in params)
+    algorithm, trained = bare_algorithm(Algorithm, Config(**options), HandModel, *params)
+    algorithm.target_entropy = 0.5 * math.log(2)
+    actor, critic, log_alpha = trained
     return algorithm, LearnerState(actor, critic, TARGET_CRITIC, log_alpha, ())
 
 
@@ -233,11 +227,6 @@ def test_evaluation_plays_the_most_likely_action(algorithm, state):
     expected = relu_network(state.actor.params, obs).argmax(axis=-1)
     for key in range(2):
         np.testing.assert_array_equal(agent.predict(state, obs, jax.random.key(key)), expected)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
 
 
 def test_the_atari_preset_stores_single_frames(monkeypatch):

@@ -1,12 +1,10 @@
-"""TD3: targets with noise, two critics, a policy that learns half as often, and exploration."""
+"""TD3: targets with noise, two critics, and a policy that learns half as often."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from off_policy import (
     ACTION_SPACE,
@@ -16,6 +14,7 @@ from off_policy import (
     HAND_TARGET,
     OBS_SPACE,
     TARGET_CRITIC,
+    bare_algorithm,
     hand_values,
     leaves_differ,
     leaves_equal,
@@ -25,9 +24,8 @@ from off_policy import (
 )
 from scipy import stats
 
-from algos.td3 import METRICS, PRESETS, Agent, Algorithm, Config, LearnerState
-from common.config import check_config
-from common.optimize import Trained, descend
+from algos.td3 import METRICS, Algorithm, Config, LearnerState
+from common.optimize import Trained
 
 KEY = jax.random.key(0)
 
@@ -55,13 +53,8 @@ TARGET_ACTOR = {"mean": jnp.array([[0.5], [0.0]])}
 
 def hand_algorithm(**options) -> tuple[Algorithm, LearnerState]:
     """An Algorithm of `HandModel` that descends with step size 1, and its state."""
-    algorithm = object.__new__(Algorithm)
-    algorithm.config = Config(**options)
-    algorithm.model = HandModel
-    algorithm.optimizer = optax.sgd(1.0)
-    algorithm.descend = partial(descend, algorithm.optimizer)
-    actor, critic = (Trained(x, algorithm.optimizer.init(x)) for x in (ACTOR, CRITIC))
-    return algorithm, LearnerState(actor, critic, TARGET_ACTOR, TARGET_CRITIC, ())
+    algorithm, trained = bare_algorithm(Algorithm, Config(**options), HandModel, ACTOR, CRITIC)
+    return algorithm, LearnerState(*trained, TARGET_ACTOR, TARGET_CRITIC, ())
 
 
 @pytest.fixture(scope="module")
@@ -216,45 +209,3 @@ def test_targets_start_as_copies_of_networks_that_differ(algorithm):
     leaves_equal(start.actor.params, start.target_actor)
     first, second = (start.critic.params[i]["head"]["kernel"] for i in range(2))
     assert not np.array_equal(first, second)
-
-
-# --- exploration ----------------------------------------------------------------------------------
-
-
-def test_actions_are_uniform_at_first(algorithm, state):
-    agent = Agent(algorithm.config, algorithm, ACTION_SPACE)
-    noise = jax.random.normal(jax.random.key(3), (4_000, 2))
-    action = np.asarray(agent.sample(state, jnp.ones((4_000, 3)), 99, noise))
-    for i in range(2):
-        assert stats.kstest(action[:, i], stats.uniform(-1, 2).cdf).pvalue > 1e-3
-    assert stats.pearsonr(*action.T).pvalue > 1e-3
-    assert stats.pearsonr(action[1:, 0], action[:-1, 0]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("exploration_noise", [0.0, 0.5])
-def test_actions_follow_the_policy_and_the_noise_later(algorithm, state, exploration_noise):
-    config = Config(learning_starts=100, exploration_noise=exploration_noise)
-    agent = Agent(config, algorithm, ACTION_SPACE)
-    obs, noise = np.random.default_rng(2).normal(size=(2, 64, 3)).astype(np.float32)
-    action = np.asarray(agent.sample(state, obs, 100, noise[:, :2]))
-    mean = np.tanh(relu_network(state.actor.params, obs))
-    expected = np.clip(mean + exploration_noise * noise[:, :2], -1, 1)
-    np.testing.assert_allclose(action, expected, atol=1e-5)
-    assert (np.abs(action) == 1).any() == (exploration_noise > 0)
-
-
-def test_evaluation_plays_the_policy_without_noise(algorithm, state):
-    agent = Agent(algorithm.config, algorithm, ACTION_SPACE)
-    obs = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
-    mean = np.tanh(relu_network(state.actor.params, obs))
-    expected = np.array([1, 0.25]) + np.array([2, 0.25]) * mean
-    for key in range(2):
-        action = agent.predict(state, obs, jax.random.key(key))
-        np.testing.assert_allclose(action, expected, atol=1e-5)
-    actions = agent.env_action(jnp.float32([[-1, 1], [1, -1], [0, 0]]))
-    np.testing.assert_allclose(actions, [[-1, 0.5], [3, 0], [1, 0.25]])
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_sound(preset):
-    check_config(Config(**PRESETS[preset]))
