@@ -23,17 +23,19 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.config import check_config
 from common.envs import EnvBackend, EnvState, make_env, require_bounded_actions, scale_action
-from common.evaluator import Evaluator
 from common.exploration import next_noise, uniform_action
-from common.logger import log_intervals, log_points
 from common.networks import Network
 from common.normalize import Normalizer, NormalizerState
 from common.optimize import Trained, descend
+from common.ranges import Fraction, NonNegative, Positive, ProperFraction
 from common.replay import Batch, Replay, ReplayState, Transition
-from common.runner import run
 from common.schedules import updates_until
+
+from common.run.config import check_config, check_replay, check_updates
+from common.run.evaluator import Evaluator
+from common.run.logger import log_intervals, log_points
+from common.run.runner import run
 
 
 @dataclass(frozen=True)
@@ -44,25 +46,29 @@ class Config:
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
-    num_envs: int = 1  # environments stepped in parallel
-    seed: int = 1  # seed of networks, exploration, sampling and environments
-    total_timesteps: int = 1_000_000  # env steps over all environments; a multiple of num_envs
-    log_frequency: int = 1_000  # env steps between two log points
-    learning_rate: float = 3e-4  # step size of Adam, for policy and critics
-    buffer_size: int = 1_000_000  # transitions in the replay buffer, over all environments
-    gamma: float = 0.99  # discount of one step
-    n_step: int = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
-    tau: float = 0.005  # τ: share of θ in a target update
-    batch_size: int = 256  # transitions in a minibatch
-    learning_starts: int = 25_000  # env steps of uniformly random actions before the first update
-    updates_per_step: float = 1.0  # updates an env step, above or below 1
-    exploration_noise: float = 0.1  # σ: deviation of the noise to explore with, of half the range
-    noise_correlation: float = 0.0  # of ε from one step to the next; 0: white noise
+    num_envs: Positive[int] = 1  # environments stepped in parallel
+    seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: Positive[int] = 1_000_000  # env steps over all envs; a multiple of num_envs
+    log_frequency: Positive[int] = 1_000  # env steps between two log points
+    learning_rate: Positive[float] = 3e-4  # step size of Adam, for policy and critics
+    buffer_size: Positive[int] = 1_000_000  # transitions in the replay buffer, over all envs
+    gamma: Fraction = 0.99  # discount of one step
+    n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    tau: Fraction = 0.005  # τ: share of θ in a target update
+    batch_size: Positive[int] = 256  # transitions in a minibatch
+    learning_starts: NonNegative[int] = 25_000  # env steps of uniformly random actions at first
+    updates_per_step: Positive[float] = 1.0  # updates an env step, above or below 1
+    exploration_noise: NonNegative[float] = 0.1  # σ: deviation of the noise, of half the range
+    noise_correlation: ProperFraction = 0.0  # of ε from one step to the next; 0: white noise
     normalize_obs: bool = False  # shift and scale observations by running statistics
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        check_replay(self)
+        check_updates(self.updates_per_step, self.total_timesteps)
 
 
 PRESETS: dict[str, dict[str, Any]] = {"mujoco": {}}
-METRICS = ("critic_loss", "q_values", "actor_loss", "updates")
 
 
 class Model(nnx.Module):
@@ -70,8 +76,8 @@ class Model(nnx.Module):
 
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, rngs: nnx.Rngs):
         num_actions = math.prod(action_space.shape or ())
-        self.actor = Network(obs_space, 0, num_actions, rngs)
-        self.critic = Network(obs_space, num_actions, 1, rngs)
+        self.actor = Network(obs_space, 0, num_actions, rngs, hidden=(256, 256))
+        self.critic = Network(obs_space, num_actions, 1, rngs, hidden=(256, 256))
 
     def action(self, obs: Any) -> Array:
         """[B, *obs] -> action [B, A], between -1 and 1."""
@@ -106,9 +112,13 @@ class Algorithm:
     def init(self, key: Array, obs: Any) -> LearnerState:
         """Draw new parameters; the targets start as copies; observations [N, *obs] give shapes."""
         params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
-        actor, critic = (Trained(x, self.optimizer.init(x)) for x in params.values())
-        target_actor, target_critic = jax.tree.map(jnp.copy, (actor.params, critic.params))
-        return LearnerState(actor, critic, target_actor, target_critic, self.normalizer.init(obs))
+        return LearnerState(
+            actor=Trained(params["actor"], self.optimizer.init(params["actor"])),
+            critic=Trained(params["critic"], self.optimizer.init(params["critic"])),
+            target_actor=jax.tree.map(jnp.copy, params["actor"]),
+            target_critic=jax.tree.map(jnp.copy, params["critic"]),
+            normalizer=self.normalizer.init(obs),
+        )
 
     def model(self, actor: Any, critic: Any) -> Model:
         """Return the networks with these parameters."""
@@ -123,9 +133,11 @@ class Algorithm:
         target = self.model(state.target_actor, state.target_critic)
         next_action = target.action(batch.next_obs)  # [B, A]
         next_value = target.value(batch.next_obs, next_action)  # [B]
-        return batch.reward + batch.discount * next_value  # [B]
+        return batch.reward + batch.discount * next_value  # [B], discount = γ^m (1 - terminated)
 
-    def critic_loss(self, critic: Any, state: Any, batch: Batch, td_target: Array) -> tuple:
+    def critic_loss(
+        self, critic: Any, state: LearnerState, batch: Batch, td_target: Array
+    ) -> tuple[Array, dict[str, Array]]:
         """E[(y - Q(s, a))²] over the valid rows of the batch."""
         model = self.model(state.actor.params, critic)
         q_value = model.value(batch.obs, batch.action)  # [B]
@@ -133,7 +145,9 @@ class Algorithm:
         loss = (batch.weight * (td_target - q_value) ** 2).mean()
         return loss, {"critic_loss": loss, "q_values": (batch.weight * q_value).mean()}
 
-    def actor_loss(self, actor: Any, state: LearnerState, batch: Batch) -> tuple[Array, dict]:
+    def actor_loss(
+        self, actor: Any, state: LearnerState, batch: Batch
+    ) -> tuple[Array, dict[str, Array]]:
         """-E[Q(s, μ(s))], whose gradient is the deterministic policy gradient (eq. 6)."""
         model = self.model(actor, state.critic.params)
         q_value = model.value(batch.obs, model.action(batch.obs))  # [B]
@@ -141,7 +155,7 @@ class Algorithm:
         loss = -(batch.weight * q_value).mean()
         return loss, {"actor_loss": loss}
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """A gradient step of critic and policy, then a step of both targets."""
         td_target = self.td_target(state, batch)  # [B]
         critic, metrics = self.descend(self.critic_loss, state.critic, state, batch, td_target)
@@ -152,8 +166,9 @@ class Algorithm:
 
     def sync_target(self, state: LearnerState) -> LearnerState:
         """θ⁻ = τ θ + (1 - τ) θ⁻, φ⁻ = τ φ + (1 - τ) φ⁻."""
-        params, targets = (state.actor.params, state.critic.params), state[2:4]
-        actor, critic = optax.incremental_update(params, targets, self.config.tau)
+        tau = self.config.tau
+        actor = optax.incremental_update(state.actor.params, state.target_actor, tau)
+        critic = optax.incremental_update(state.critic.params, state.target_critic, tau)
         return state._replace(target_actor=actor, target_critic=critic)
 
 
@@ -161,7 +176,8 @@ class Agent:
     """Exploration, normalisation, and the way from environment to algorithm."""
 
     def __init__(self, config: Config, algorithm: Algorithm, action_space: spaces.Space):
-        self.config, self.algorithm = config, algorithm
+        self.config = config
+        self.algorithm = algorithm
         self.env_action = partial(scale_action, action_space)
         self.observe = algorithm.normalizer.observe
 
@@ -178,9 +194,10 @@ class Agent:
         is_random = step < self.config.learning_starts
         return jnp.where(is_random, uniform_action(noise), action)
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One update on a batch."""
-        obs, next_obs = (self.observe(state.normalizer, x) for x in (batch.obs, batch.next_obs))
+        obs = self.observe(state.normalizer, batch.obs)
+        next_obs = self.observe(state.normalizer, batch.next_obs)
         batch = batch._replace(obs=obs, next_obs=next_obs)
         return self.algorithm.learn(state, batch)
 
@@ -200,32 +217,32 @@ class Trainer:
     """The training process: collect, store, sample and learn in one compiled program."""
 
     def __init__(self, config: Config = Config()):
-        check_config(config)
-        self.config, self.env = config, make_env(config)
-        obs_space, action_space = self.env.observation_space, self.env.action_space
+        self.config = config
+        self.env = make_env(config)
         require_bounded_actions("ddpg", self.env)
-        self.algorithm = Algorithm(config, obs_space, action_space)
-        self.agent = Agent(config, self.algorithm, action_space)
+        self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
+        self.agent = Agent(config, self.algorithm, self.env.action_space)
         self.replay = Replay(config.buffer_size, config.num_envs, config.gamma, config.n_step)
         self.evaluator = Evaluator(config, self.agent.predict)
-        self.state = self._init_state(jax.random.key(config.seed))
-        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+        self.state = self.init_state(jax.random.key(config.seed))
+        self.compiled_run = jax.jit(self.run_iterations, donate_argnums=0)
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
         try:
             for start, num_steps in log_intervals(self):
                 num_iterations = -(-num_steps // self.config.num_envs)
-                self.state, metrics = self._run(self.state, num_iterations)
+                self.state, metrics = self.compiled_run(self.state, num_iterations)
                 yield from log_points(self.env, self.state, start, {}, metrics)
         finally:
             self.env.close()
 
-    def _run_evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 
-    def _init_state(self, key: Array) -> TrainState:
+    def init_state(self, key: Array) -> TrainState:
+        """New parameters, new episodes and an empty buffer."""
         learner_key, env_key, noise_key, key = jax.random.split(key, 4)
         env = self.env.reset(env_key)
         learner = self.algorithm.init(learner_key, env.obs)
@@ -234,50 +251,66 @@ class Trainer:
         replay = self.replay.init(env.obs, noise)
         return TrainState(learner, env, replay, noise, key, jnp.zeros((), jnp.int32))
 
-    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+    def run_iterations(
+        self, state: TrainState, num_iterations: int
+    ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations, or until an environment fails."""
         start, ratio = self.config.learning_starts, self.config.updates_per_step
         due = partial(updates_until, start=start, updates_per_step=ratio)
 
         def goes_on(carry: tuple) -> Array:
-            return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)
+            iteration, state, _ = carry
+            return (iteration < num_iterations) & self.env.is_sound(state.env)
+
+        def train(_: Array, carry: tuple) -> tuple:
+            state, metrics = carry
+            state, new_metrics = self._run_train(state)
+            return state, jax.tree.map(jnp.add, metrics, new_metrics)
 
         def iterate(carry: tuple) -> tuple:
             iteration, state, metrics = carry
             first_update = due(state.step)
             state = self._run_collect(state)
-            updates = first_update, due(state.step)
-            state, metrics = lax.fori_loop(*updates, self._run_train, (state, metrics))
+            end = due(state.step)
+            state, metrics = lax.fori_loop(first_update, end, train, (state, metrics))
             return iteration + 1, state, metrics
 
-        metrics = dict.fromkeys(METRICS, jnp.zeros(()))
         state = state._replace(env=self.env.reset_summary(state.env))
-        _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
+        _, metrics = jax.eval_shape(self._run_train, state)
+        carry = 0, state, optax.tree.zeros_like(metrics)
+        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
         return state, metrics
 
     def _run_collect(self, state: TrainState) -> TrainState:
         """One vector step: act, step the environments, store."""
         key, noise_key = jax.random.split(state.key)
         noise = next_noise(noise_key, state.noise, self.config.noise_correlation)  # [N, A]
-        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
+        obs = state.env.obs  # [N, *obs]
         action = self.agent.sample(state.learner, obs, state.step, noise)  # [N, A]
         env, timestep = self.env.step(state.env, self.agent.env_action(action))
-        transition = Transition(obs, action, *timestep[1:], valid)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=timestep.reward,
+            terminated=timestep.terminated,
+            truncated=timestep.truncated,
+            valid=~state.env.ended,
+        )
         replay = self.replay.add(state.replay, transition)
         normalizer, _ = self.algorithm.normalizer.update(state.learner.normalizer, transition)
         learner = state.learner._replace(normalizer=normalizer)
         step = state.step + self.config.num_envs
         return TrainState(learner, env, replay, noise, key, step)
 
-    def _run_train(self, _: Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
-        """One update; its metrics are added up."""
-        state, metrics = carry
+    def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+        """One update on a batch from replay."""
         key, sample_key = jax.random.split(state.key)
         batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
-        learner, new_metrics = self.agent.learn(state.learner, batch)
-        metrics = jax.tree.map(jnp.add, metrics, new_metrics | {"updates": 1.0})
+        learner, metrics = self.agent.learn(state.learner, batch)
+        metrics |= {"charts/updates": jnp.ones(())}
         return state._replace(learner=learner, key=key), metrics
 
 
 if __name__ == "__main__":
-    run(Trainer, Config, PRESETS)
+    # Layers of 256 units: two threads can share them.
+    run(Trainer, Config, PRESETS, num_cores=2)

@@ -21,14 +21,16 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.config import check_config
 from common.envs import EnvBackend, EnvState, make_env, require_action_space
-from common.evaluator import Evaluator
-from common.logger import log_intervals, log_points
 from common.networks import MLP, Encoder
+from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Batch, Replay, ReplayState, Transition
-from common.runner import run
 from common.schedules import count_events
+
+from common.run.config import check_config, check_replay
+from common.run.evaluator import Evaluator
+from common.run.logger import log_intervals, log_points
+from common.run.runner import run
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,46 @@ class Config:
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
-    num_envs: int = 8  # environments stepped in parallel
-    seed: int = 1  # seed of networks, exploration, sampling and environments
-    total_timesteps: int = 500_000  # env steps over all environments; a multiple of num_envs
-    log_frequency: int = 10_000  # env steps between two log points
-    learning_rate: float = 2.5e-4  # step size of Adam
-    buffer_size: int = 10_000  # transitions in the replay buffer, over all environments
-    gamma: float = 0.99  # discount of one step
-    n_step: int = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
-    frame_stack: int = 1  # frames in an observation; the buffer stores single ones
-    tau: float = 1.0  # share of θ in a target update; 1 copies it, as in the paper
-    target_network_frequency: int = 500  # env steps between two target updates
-    batch_size: int = 128  # transitions in a minibatch
-    start_epsilon: float = 1.0  # ε, the exploration rate, at the first step
-    end_epsilon: float = 0.05  # ε after exploration_fraction of the run
-    exploration_fraction: float = 0.5  # share of the run over which ε falls linearly
-    evaluation_epsilon: float = 0.0  # ε in evaluation; the paper uses 0.05
-    learning_starts: int = 10_000  # env steps before the first update
-    train_frequency: int = 10  # env steps between two updates
+    num_envs: Positive[int] = 8  # environments stepped in parallel
+    seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
+    log_frequency: Positive[int] = 10_000  # env steps between two log points
+    learning_rate: Positive[float] = 2.5e-4  # step size of Adam
+    buffer_size: Positive[int] = 10_000  # transitions in the replay buffer, over all environments
+    gamma: Fraction = 0.99  # discount of one step
+    n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
+    tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
+    target_network_frequency: Positive[int] = 500  # env steps between two target updates
+    batch_size: Positive[int] = 128  # transitions in a minibatch
+    start_epsilon: Fraction = 1.0  # ε, the exploration rate, at the first step
+    end_epsilon: Fraction = 0.05  # ε after exploration_fraction of the run
+    exploration_fraction: Fraction = 0.5  # share of the run over which ε falls linearly
+    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.05
+    learning_starts: NonNegative[int] = 10_000  # env steps before the first update
+    train_frequency: Positive[int] = 10  # env steps between two updates
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        check_replay(self)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
-    "atari": dict(total_timesteps=10_000_000, log_frequency=2_000, learning_rate=1e-4)
-    | dict(buffer_size=1_000_000, frame_stack=4, target_network_frequency=1_000, batch_size=32)
-    | dict(end_epsilon=0.01, exploration_fraction=0.1, evaluation_epsilon=0.05)
-    | dict(learning_starts=80_000, train_frequency=4),
+    "atari": {
+        "total_timesteps": 10_000_000,
+        "log_frequency": 2_000,
+        "learning_rate": 1e-4,
+        "buffer_size": 1_000_000,
+        "frame_stack": 4,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "end_epsilon": 0.01,
+        "exploration_fraction": 0.1,
+        "evaluation_epsilon": 0.05,
+        "learning_starts": 80_000,
+        "train_frequency": 4,
+    },
 }
 
 
@@ -113,9 +129,11 @@ class Algorithm:
         """r + γ (1 - terminated) max_a' Q(s', a'; θ⁻), over n steps where n_step > 1."""
         next_q_values = self.predict(target_params, batch.next_obs)  # [B, A]
         next_value = next_q_values.max(axis=-1)  # [B]
-        return batch.reward + batch.discount * next_value  # [B]
+        return batch.reward + batch.discount * next_value  # [B], discount = γ^m (1 - terminated)
 
-    def loss_fn(self, params: Any, batch: Batch, td_target: Array) -> tuple[Array, dict]:
+    def loss_fn(
+        self, params: Any, batch: Batch, td_target: Array
+    ) -> tuple[Array, dict[str, Array]]:
         """E[(y - Q(s, a; θ))²] over the valid rows of the batch."""
         q_values = self.predict(params, batch.obs)  # [B, A]
         q_value = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]  # [B]
@@ -123,7 +141,7 @@ class Algorithm:
         loss = (batch.weight * (td_target - q_value) ** 2).mean()
         return loss, {"td_loss": loss, "q_values": (batch.weight * q_value).mean()}
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One gradient step on a batch."""
         td_target = self.td_target(state.target_params, batch)  # [B]
         grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch, td_target)
@@ -141,7 +159,8 @@ class Agent:
     """Exploration, and the way from environment to algorithm."""
 
     def __init__(self, config: Config, algorithm: Algorithm):
-        self.config, self.algorithm = config, algorithm
+        self.config = config
+        self.algorithm = algorithm
         decay_steps = max(1, int(config.exploration_fraction * config.total_timesteps))
         self.epsilon = optax.linear_schedule(config.start_epsilon, config.end_epsilon, decay_steps)
 
@@ -150,12 +169,12 @@ class Agent:
         q_values = self.algorithm.predict(state.params, obs)  # [N, A]
         return self.epsilon_greedy(q_values, self.config.evaluation_epsilon, key)
 
-    def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> tuple[Array, tuple]:
-        """Action [N] to train with, and nothing more for replay to keep."""
+    def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
+        """Action [N] to train with."""
         q_values = self.algorithm.predict(state.params, obs)  # [N, A]
-        return self.epsilon_greedy(q_values, self.epsilon(step), key), ()
+        return self.epsilon_greedy(q_values, self.epsilon(step), key)
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One gradient step on a batch."""
         return self.algorithm.learn(state, batch)
 
@@ -182,48 +201,57 @@ class Trainer:
     """The training process: collect, store, sample, learn and sync in one compiled program."""
 
     def __init__(self, config: Config = Config()):
-        check_config(config)
         self.config = config
         self.env = make_env(config)
-        obs_space, action_space = self.env.observation_space, self.env.action_space
         require_action_space("dqn", self.env, spaces.Discrete)
-        self.algorithm = Algorithm(config, obs_space, action_space)
+        self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
         self.agent = Agent(config, self.algorithm)
         self.replay = Replay(
             config.buffer_size, config.num_envs, config.gamma, config.n_step, config.frame_stack
         )
         self.evaluator = Evaluator(config, self.agent.predict)
-        self.state = self._init_state(jax.random.key(config.seed))
-        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+        self.state = self.init_state(jax.random.key(config.seed))
+        self.compiled_run = jax.jit(self.run_iterations, donate_argnums=0)
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
         try:
             for start, num_steps in log_intervals(self):
                 num_iterations = -(-num_steps // self.config.num_envs)
-                self.state, metrics = self._run(self.state, num_iterations)
+                self.state, metrics = self.compiled_run(self.state, num_iterations)
                 logs = {"charts/epsilon": self.agent.epsilon(self.state.step)}
                 yield from log_points(self.env, self.state, start, logs, metrics)
         finally:
             self.env.close()
 
-    def _run_evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 
-    def _init_state(self, key: Array) -> TrainState:
+    def init_state(self, key: Array) -> TrainState:
+        """New parameters, new episodes and an empty buffer."""
         learner_key, env_key, key = jax.random.split(key, 3)
-        learner, env = self.algorithm.init(learner_key), self.env.reset(env_key)
+        learner = self.algorithm.init(learner_key)
+        env = self.env.reset(env_key)
         step = jnp.zeros((), jnp.int32)
-        action, extras = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
-        return TrainState(learner, env, self.replay.init(env.obs, action, extras), key, step)
+        action = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
+        replay = self.replay.init(env.obs, action)
+        return TrainState(learner, env, replay, key, step)
 
-    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+    def run_iterations(
+        self, state: TrainState, num_iterations: int
+    ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn, sync) × num_iterations, or until an environment fails."""
         config = self.config
 
         def goes_on(carry: tuple) -> Array:
-            return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)
+            iteration, state, _ = carry
+            return (iteration < num_iterations) & self.env.is_sound(state.env)
+
+        def train(_: Array, carry: tuple) -> tuple:
+            state, metrics = carry
+            state, new_metrics = self._run_train(state)
+            return state, jax.tree.map(jnp.add, metrics, new_metrics)
 
         def iterate(carry: tuple) -> tuple:
             iteration, state, metrics = carry
@@ -231,38 +259,43 @@ class Trainer:
             state = self._run_collect(state)
             due = partial(count_events, previous, state.step, config.learning_starts)
             num_updates = due(config.train_frequency)
-            state, metrics = lax.fori_loop(0, num_updates, self._run_train, (state, metrics))
+            state, metrics = lax.fori_loop(0, num_updates, train, (state, metrics))
             num_syncs = due(config.target_network_frequency)
             state = lax.fori_loop(0, num_syncs, self._run_sync, state)
-            metrics["target_updates"] += num_syncs
+            metrics["charts/target_updates"] += num_syncs
             return iteration + 1, state, metrics
 
-        zero = jnp.zeros(())
-        metrics = dict.fromkeys(("updates", "target_updates", "td_loss", "q_values"), zero)
         state = state._replace(env=self.env.reset_summary(state.env))
-        _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
+        _, metrics = jax.eval_shape(self._run_train, state)
+        carry = 0, state, optax.tree.zeros_like(metrics)
+        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
         return state, metrics
 
     def _run_collect(self, state: TrainState) -> TrainState:
         """One vector step: act, step the environments, store."""
         key, action_key = jax.random.split(state.key)
-        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
-        action, extras = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
-        env, (_, reward, terminated, truncated) = self.env.step(state.env, action)
-        transition = Transition(obs, action, reward, terminated, truncated, valid, extras)
+        obs = state.env.obs  # [N, *obs]
+        action = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
+        env, timestep = self.env.step(state.env, action)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=timestep.reward,
+            terminated=timestep.terminated,
+            truncated=timestep.truncated,
+            valid=~state.env.ended,
+        )
         replay = self.replay.add(state.replay, transition)
         step = state.step + self.config.num_envs
         return state._replace(env=env, replay=replay, key=key, step=step)
 
-    def _run_train(self, _: Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
-        """One update; its metrics are added up."""
-        state, metrics = carry
+    def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+        """One update on a batch from replay."""
         key, sample_key = jax.random.split(state.key)
         batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
-        learner, new_metrics = self.agent.learn(state.learner, batch)
-        new_metrics |= {"updates": 1.0, "target_updates": 0.0}
-        metrics = jax.tree.map(jnp.add, metrics, new_metrics)
-        return state._replace(learner=learner, key=key), metrics
+        learner, metrics = self.agent.learn(state.learner, batch)
+        counts = {"charts/updates": jnp.ones(()), "charts/target_updates": jnp.zeros(())}
+        return state._replace(learner=learner, key=key), metrics | counts
 
     def _run_sync(self, _: Array, state: TrainState) -> TrainState:
         return state._replace(learner=self.algorithm.sync_target(state.learner))

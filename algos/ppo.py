@@ -3,8 +3,9 @@
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347      Docs: docs/algorithms/ppo.md
 
     δ_t = r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t)           targets.gae
-    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1},  R_t = Â_t + V(s_t)     targets
-    ρ   = π(a|s; θ) / π(a|s; θ_old)                                policy_loss
+    Â_t = δ_t + γ λ (1 - ended_t) Â_{t+1}                          targets.gae
+    R_t = Â_t + V(s_t)                                             targets
+    ρ   = π(a|s; θ) / π(a|s; θ_old)                                loss_fn
     L_π = -E[min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â)]                    policy_loss
     L_V = ½ E[max((V - R)², (V_old + clip(V - V_old, ±ε) - R)²)]   value_loss
     L   = L_π + c_V L_V - c_H E[H(π)]                              loss_fn
@@ -23,18 +24,25 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.config import check_config
 from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
-from common.evaluator import Evaluator
-from common.logger import log_intervals, log_points
 from common.networks import MLP, Encoder
 from common.normalize import Normalizer, NormalizerState, standardize
+from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Transition
-from common.rollout import Batch, collect_rollout, learn_minibatches, shuffled_rows
-from common.runner import run
-from common.schedules import annealed_learning_rate
+from common.rollout import (
+    RolloutBatch,
+    collect_rollout,
+    empty_rollout,
+    shuffled_rows,
+    take_minibatch,
+)
 from common.targets import gae
+
+from common.run.config import check_config, check_minibatches, check_rollout
+from common.run.evaluator import Evaluator
+from common.run.logger import log_intervals, log_points
+from common.run.runner import run
 
 
 @dataclass(frozen=True)
@@ -45,36 +53,56 @@ class Config:
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
-    num_envs: int = 4  # environments stepped in parallel
-    seed: int = 1  # seed of networks, exploration, minibatches and environments
-    total_timesteps: int = 500_000  # env steps over all environments; a multiple of num_envs
-    log_frequency: int = 10_000  # env steps between two log points, rounded up to whole rollouts
-    learning_rate: float = 2.5e-4  # step size of Adam at the start
+    num_envs: Positive[int] = 4  # environments stepped in parallel
+    seed: NonNegative[int] = 1  # seed of networks, exploration, minibatches and environments
+    total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
+    log_frequency: Positive[int] = 10_000  # env steps between log points, rounded up to rollouts
+    learning_rate: Positive[float] = 2.5e-4  # step size of Adam at the start
     anneal_lr: bool = True  # let the step size fall linearly to 0 over the run
-    num_steps: int = 128  # steps of each environment in a rollout
-    gamma: float = 0.99  # discount of one step
-    gae_lambda: float = 0.95  # λ: 0 trusts the next value, 1 the rewards of the episode
-    update_epochs: int = 4  # passes over a rollout
-    num_minibatches: int = 4  # minibatches in a pass
+    num_steps: Positive[int] = 128  # steps of each environment in a rollout
+    gamma: Fraction = 0.99  # discount of one step
+    gae_lambda: Fraction = 0.95  # λ: 0 trusts the next value, 1 the rewards of the episode
+    update_epochs: Positive[int] = 4  # passes over a rollout
+    num_minibatches: Positive[int] = 4  # minibatches in a pass
     normalize_advantages: bool = True  # give the advantages of a minibatch mean 0 and deviation 1
-    clip_coef: float = 0.2  # ε: how far the probability ratio may move before its gradient stops
+    clip_coef: Positive[float] = 0.2  # ε: how far ρ may move before its gradient stops
     clip_value_loss: bool = True  # clip the value likewise, which the paper does not do
-    entropy_coef: float = 0.01  # c_H: weight of the entropy bonus
-    value_coef: float = 0.5  # c_V: weight of the value loss
-    max_grad_norm: float = 0.5  # longest gradient; longer ones are scaled down to it
-    target_kl: float | None = None  # leave a rollout once a minibatch shows a larger KL divergence
+    entropy_coef: NonNegative[float] = 0.01  # c_H: weight of the entropy bonus
+    value_coef: NonNegative[float] = 0.5  # c_V: weight of the value loss
+    max_grad_norm: Positive[float] = 0.5  # longest gradient; longer ones are scaled down to it
+    target_kl: Positive[float] | None = None  # leave a rollout at a larger KL divergence
     normalize_obs: bool = False  # shift and scale observations by running statistics
     normalize_reward: bool = False  # divide rewards by the running deviation of returns
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        check_rollout(self)
+        size = self.num_envs * self.num_steps
+        what = (
+            f"a rollout of --num-envs {self.num_envs} times --num-steps {self.num_steps} = {size}"
+        )
+        check_minibatches(self.num_minibatches, size, what)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
-    "mujoco": dict(num_envs=1, total_timesteps=1_000_000, learning_rate=3e-4, num_steps=2048)
-    | dict(update_epochs=10, num_minibatches=32, entropy_coef=0.0)
-    | dict(normalize_obs=True, normalize_reward=True),
-    "atari": dict(num_envs=8, total_timesteps=10_000_000, clip_coef=0.1),
+    "mujoco": {
+        "num_envs": 1,
+        "total_timesteps": 1_000_000,
+        "learning_rate": 3e-4,
+        "num_steps": 2048,
+        "update_epochs": 10,
+        "num_minibatches": 32,
+        "entropy_coef": 0.0,
+        "normalize_obs": True,
+        "normalize_reward": True,
+    },
+    "atari": {
+        "num_envs": 8,
+        "total_timesteps": 10_000_000,
+        "clip_coef": 0.1,
+    },
 }
-LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
 class Model(nnx.Module):
@@ -83,7 +111,8 @@ class Model(nnx.Module):
     def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, rngs: nnx.Rngs):
         init = nnx.initializers.orthogonal
         self.encoder = Encoder(obs_space, rngs, init(2**0.5))
-        sizes = (self.encoder.num_features, *(() if self.encoder.has_cnn else (64, 64)))
+        hidden = () if self.encoder.has_cnn else (64, 64)
+        sizes = (self.encoder.num_features, *hidden)
         self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
@@ -112,39 +141,58 @@ class Algorithm:
         self.make_model = partial(Model, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
         self.normalizer = Normalizer(config.normalize_obs, config.normalize_reward, config.gamma)
-        step_size = annealed_learning_rate(config, config.update_epochs * config.num_minibatches)
+        num_rollouts = config.total_timesteps // (config.num_envs * config.num_steps)
+        num_updates = num_rollouts * config.update_epochs * config.num_minibatches
+        end = 0.0 if config.anneal_lr else config.learning_rate
+        step_size = optax.linear_schedule(config.learning_rate, end, num_updates)
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         self.optimizer = optax.flatten(optax.chain(clip, optax.adam(step_size, eps=1e-5)))
 
     def init(self, key: Array, obs: Any) -> LearnerState:
         """Draw new parameters; observations [N, *obs] give shapes."""
         params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
-        return LearnerState(params, self.optimizer.init(params), self.normalizer.init(obs))
+        return LearnerState(
+            params=params,
+            opt_state=self.optimizer.init(params),
+            normalizer=self.normalizer.init(obs),
+        )
 
     def predict(self, params: Any, obs: Any) -> tuple[Distribution, Array]:
         """[B, *obs] -> distribution over actions, and value [B]."""
         return self.model(params).action_and_value(obs)
 
-    def targets(self, rollout: Transition, last_value: Array) -> Batch:
+    def targets(self, rollout: Transition, last_value: Array) -> RolloutBatch:
         """Rollout [T, N] and the value [N] of what follows -> the same with Â and R = Â + V."""
         log_prob, value = rollout.extras
-        steps = rollout.reward, rollout.terminated, rollout.truncated
-        values = jnp.concatenate([value, last_value[None]])  # [T + 1, N]
-        advantages = gae(*steps, values, self.config.gamma, self.config.gae_lambda)  # [T, N]
-        weight = rollout.valid / jnp.maximum(rollout.valid.mean(), 1e-8)  # [T, N]
-        targets = advantages, advantages + value, weight
-        return Batch(rollout.obs, rollout.action, log_prob, value, *targets)
+        advantages = gae(
+            reward=rollout.reward,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            value=jnp.concatenate([value, last_value[None]]),  # [T + 1, N]
+            gamma=self.config.gamma,
+            lambda_=self.config.gae_lambda,
+        )  # [T, N]
+        return RolloutBatch(
+            obs=rollout.obs,
+            action=rollout.action,
+            log_prob=log_prob,
+            value=value,
+            advantages=advantages,
+            returns=advantages + value,
+            weight=rollout.valid / jnp.maximum(rollout.valid.mean(), 1e-8),
+        )
 
-    def policy_loss(self, ratio: Array, batch: Batch) -> Array:
+    def policy_loss(self, ratio: Array, batch: RolloutBatch) -> Array:
         """-E[min(ρ Â, clip(ρ, 1 - ε, 1 + ε) Â)] (eq. 7)."""
-        advantages, epsilon = batch.advantages, self.config.clip_coef
+        advantages = batch.advantages
+        epsilon = self.config.clip_coef
         if self.config.normalize_advantages:
             advantages = standardize(advantages, batch.weight)
         clipped_ratio = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)  # [B]
         gain = jnp.minimum(ratio * advantages, clipped_ratio * advantages)  # [B]
         return -(batch.weight * gain).mean()
 
-    def value_loss(self, value: Array, batch: Batch) -> Array:
+    def value_loss(self, value: Array, batch: RolloutBatch) -> Array:
         """½ E[(V - R)²], or the larger of this and the same of a clipped V."""
         error = (value - batch.returns) ** 2  # [B]
         if self.config.clip_value_loss:
@@ -152,62 +200,82 @@ class Algorithm:
             error = jnp.maximum(error, (batch.value + move - batch.returns) ** 2)  # [B]
         return 0.5 * (batch.weight * error).mean()
 
-    def loss_fn(self, params: Any, batch: Batch) -> tuple[Array, dict]:
+    def loss_fn(
+        self, params: Any, batch: RolloutBatch
+    ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         """L_π + c_V L_V - c_H E[H(π)] over the valid rows of the batch (eq. 9)."""
-        config, weight = self.config, batch.weight
+        config = self.config
+        weight = batch.weight
         distribution, value = self.predict(params, batch.obs)
         log_ratio = distribution.log_prob(batch.action) - batch.log_prob  # [B]
         ratio = jnp.exp(log_ratio)  # [B]
-        chex.assert_equal_shape([ratio, value, *batch[2:7]])
-        losses = {
-            "policy_loss": self.policy_loss(ratio, batch),
-            "value_loss": self.value_loss(value, batch),
-            "entropy": (weight * distribution.entropy()).mean(),
-            "approx_kl": (weight * (ratio - 1 - log_ratio)).mean(),
+        chex.assert_equal_shape(
+            [ratio, value, batch.value, batch.advantages, batch.returns, batch.weight]
+        )
+        policy_loss = self.policy_loss(ratio, batch)
+        value_loss = self.value_loss(value, batch)
+        entropy = (weight * distribution.entropy()).mean()
+        loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
+        approx_kl = (weight * (ratio - 1 - log_ratio)).mean()
+        metrics = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "approx_kl": approx_kl,
             "clip_fraction": (weight * (jnp.abs(ratio - 1) > config.clip_coef)).mean(),
         }
-        loss = losses["policy_loss"] + config.value_coef * losses["value_loss"]
-        return loss - config.entropy_coef * losses["entropy"], losses
+        return loss, (approx_kl, metrics)
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
-        """One gradient step on a batch."""
-        grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch)
+    def learn(
+        self, state: LearnerState, batch: RolloutBatch
+    ) -> tuple[LearnerState, Array, dict[str, Array]]:
+        """One gradient step on a batch; the KL divergence from the policy that collected it."""
+        grads, (approx_kl, metrics) = jax.grad(self.loss_fn, has_aux=True)(state.params, batch)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state), metrics
+        return state._replace(params=params, opt_state=opt_state), approx_kl, metrics
 
 
 class Agent:
     """Exploration, normalisation, and the way from environment to algorithm."""
 
     def __init__(self, config: Config, algorithm: Algorithm, action_space: spaces.Space):
-        self.config, self.algorithm = config, algorithm
+        self.config = config
+        self.algorithm = algorithm
         self.env_action = partial(scale_action, action_space)
         self.observe = algorithm.normalizer.observe
 
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
         """Action [N] of the environment to evaluate with: the most likely one."""
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
-        return self.env_action(self.algorithm.predict(state.params, obs)[0].mode())
+        distribution, _ = self.algorithm.predict(state.params, obs)
+        return self.env_action(distribution.mode())
 
-    def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> tuple[Array, tuple]:
+    def sample(
+        self, state: LearnerState, obs: Any, step: Array, key: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
         """Action [N] to train with, for `env_action`; its log_prob [N] and the value [N]."""
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
         distribution, value = self.algorithm.predict(state.params, obs)
         action = distribution.sample(key)  # [N, *action]
         return action, (distribution.log_prob(action), value)
 
-    def prepare(self, state: LearnerState, rollout: Transition, last_obs: Any) -> tuple:
-        """Rollout [T, N] and the obs [N] after it -> its batch [T * N], and new statistics."""
-        obs, last_obs = (self.observe(state.normalizer, x) for x in (rollout.obs, last_obs))
+    def prepare(
+        self, state: LearnerState, rollout: Transition, last_obs: Any
+    ) -> tuple[LearnerState, RolloutBatch]:
+        """Rollout [T, N] and the obs [N] after it -> new statistics, and its batch [T * N]."""
+        obs = self.observe(state.normalizer, rollout.obs)  # [T, N, *obs]
+        last_obs = self.observe(state.normalizer, last_obs)  # [N, *obs]
         stats, reward = self.algorithm.normalizer.update(state.normalizer, rollout)
         _, last_value = self.algorithm.predict(state.params, last_obs)
         batch = self.algorithm.targets(rollout._replace(obs=obs, reward=reward), last_value)
-        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [T * N, ...]
         return state._replace(normalizer=stats), batch
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
-        """One gradient step on a batch."""
+    def learn(
+        self, state: LearnerState, batch: RolloutBatch
+    ) -> tuple[LearnerState, Array, dict[str, Array]]:
+        """One gradient step on a batch; the KL divergence from the policy that collected it."""
         return self.algorithm.learn(state, batch)
 
 
@@ -224,65 +292,129 @@ class Trainer:
     """The training process: collect rollouts and learn from them in one compiled program."""
 
     def __init__(self, config: Config = Config()):
-        check_config(config)
-        self.config, self.env = config, make_env(config)
-        obs_space, action_space = self.env.observation_space, self.env.action_space
+        self.config = config
+        self.env = make_env(config)
         require_action_space("ppo", self.env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
-        self.algorithm = Algorithm(config, obs_space, action_space)
-        self.agent = Agent(config, self.algorithm, action_space)
+        self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
+        self.agent = Agent(config, self.algorithm, self.env.action_space)
         self.evaluator = Evaluator(config, self.agent.predict)
-        self.state = self._init_state(jax.random.key(config.seed))
-        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+        self.state = self.init_state(jax.random.key(config.seed))
+        self.compiled_run = jax.jit(self.run_iterations, donate_argnums=0)
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
         rollout_size = self.config.num_envs * self.config.num_steps
         try:
             for start, num_steps in log_intervals(self):
-                self.state, metrics = self._run(self.state, -(-num_steps // rollout_size))
+                num_rollouts = -(-num_steps // rollout_size)
+                self.state, metrics = self.compiled_run(self.state, num_rollouts)
                 yield from log_points(self.env, self.state, start, {}, metrics)
         finally:
             self.env.close()
 
-    def _run_evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 
-    def _init_state(self, key: Array) -> TrainState:
+    def init_state(self, key: Array) -> TrainState:
+        """New parameters and new episodes."""
         learner_key, env_key, key = jax.random.split(key, 3)
         env = self.env.reset(env_key)
         learner = self.algorithm.init(learner_key, env.obs)
         return TrainState(learner, env, key, jnp.zeros((), jnp.int32))
 
-    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+    def run_iterations(
+        self, state: TrainState, num_iterations: int
+    ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations; total_timesteps or a failure may cut the last one."""
+        config = self.config
 
         def iterate(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            state, rollout, is_complete = collect_rollout(self, state)
-            return lax.cond(is_complete, self._run_train, lambda *x: x[:2], state, metrics, rollout)
+            steps_left = (config.total_timesteps - state.step) // config.num_envs
+            state, rollout, is_complete = collect_rollout(
+                self.env, self._run_collect, state, config.num_steps, steps_left
+            )
+            return lax.cond(is_complete, self._run_train, skip, state, metrics, rollout)
 
-        metrics = dict.fromkeys((*LOSSES, "updates"), jnp.zeros(()))
+        def skip(state: TrainState, metrics: dict, _: Transition) -> tuple[TrainState, dict]:
+            return state, metrics
+
         state = state._replace(env=self.env.reset_summary(state.env))
-        return lax.fori_loop(0, num_iterations, iterate, (state, metrics))
+        return lax.fori_loop(0, num_iterations, iterate, (state, self._zero_metrics(state)))
+
+    def _zero_metrics(self, state: TrainState) -> dict[str, Array]:
+        """The zeros that metrics are added to, derived from what `learn` returns."""
+        rollout = empty_rollout(self._run_collect, state, self.config.num_steps)
+        learner, batch = jax.eval_shape(self.agent.prepare, state.learner, rollout, state.env.obs)
+        *_, metrics = jax.eval_shape(self.agent.learn, learner, batch)
+        return optax.tree.zeros_like(metrics | {"charts/updates": jnp.zeros(())})
 
     def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
         """One vector step: act, step the environments."""
         key, action_key = jax.random.split(state.key)
-        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
+        obs = state.env.obs  # [N, *obs]
         action, extras = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
         env, timestep = self.env.step(state.env, self.agent.env_action(action))
-        transition = Transition(obs, action, *timestep[1:], valid, extras)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=timestep.reward,
+            terminated=timestep.terminated,
+            truncated=timestep.truncated,
+            valid=~state.env.ended,
+            extras=extras,
+        )
         step = state.step + self.config.num_envs
         return state._replace(env=env, key=key, step=step), transition
 
-    def _run_train(self, state: TrainState, metrics: dict, rollout: Transition) -> tuple:
-        """Several passes over a rollout in minibatches; their metrics are added up."""
+    def _run_train(
+        self, state: TrainState, metrics: dict[str, Array], rollout: Transition
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """The epochs on a rollout (Algorithm 1), of which target_kl may leave out the last."""
+        config = self.config
         key, shuffle_key = jax.random.split(state.key)
         learner, batch = self.agent.prepare(state.learner, rollout, state.env.obs)
-        rows = shuffled_rows(shuffle_key, self.config, len(batch.weight))  # [updates, B]
-        learner, metrics = learn_minibatches(self, learner, metrics, batch, rows)
+        size = len(batch.weight)
+        rows = shuffled_rows(shuffle_key, config.update_epochs, config.num_minibatches, size)
+
+        def goes_on(carry: tuple) -> Array:
+            epoch, _, _, approx_kl = carry
+            return (epoch < config.update_epochs) & self._is_near(approx_kl)
+
+        def learn_epoch(carry: tuple) -> tuple:
+            epoch, learner, metrics, _ = carry
+            return epoch + 1, *self._run_epoch(learner, metrics, batch, rows[epoch])
+
+        carry = 0, learner, metrics, jnp.zeros(())
+        _, learner, metrics, _ = lax.while_loop(goes_on, learn_epoch, carry)
         return state._replace(learner=learner, key=key), metrics
+
+    def _run_epoch(
+        self, learner: LearnerState, metrics: dict[str, Array], batch: RolloutBatch, rows: Array
+    ) -> tuple[LearnerState, dict[str, Array], Array]:
+        """One pass over a rollout in minibatches, rows [M, B]; their metrics are added up."""
+
+        def goes_on(carry: tuple) -> Array:
+            index, _, _, approx_kl = carry
+            return (index < self.config.num_minibatches) & self._is_near(approx_kl)
+
+        def learn_minibatch(carry: tuple) -> tuple:
+            index, learner, metrics, _ = carry
+            minibatch = take_minibatch(batch, rows[index])
+            learner, approx_kl, new_metrics = self.agent.learn(learner, minibatch)
+            new_metrics |= {"charts/updates": jnp.ones(())}
+            return index + 1, learner, jax.tree.map(jnp.add, metrics, new_metrics), approx_kl
+
+        carry = 0, learner, metrics, jnp.zeros(())
+        _, learner, metrics, approx_kl = lax.while_loop(goes_on, learn_minibatch, carry)
+        return learner, metrics, approx_kl
+
+    def _is_near(self, approx_kl: Array) -> Array:
+        """Whether the policy is still within target_kl of the one that collected."""
+        target_kl = jnp.inf if self.config.target_kl is None else self.config.target_kl
+        # Not <=: a NaN must reach the metrics instead of ending the updates in silence.
+        return ~(approx_kl > target_kl)
 
 
 if __name__ == "__main__":

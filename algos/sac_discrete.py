@@ -24,17 +24,19 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.config import check_config
 from common.distributions import Categorical
 from common.envs import EnvBackend, EnvState, make_env, require_action_space
-from common.evaluator import Evaluator
-from common.logger import log_intervals, log_points
 from common.networks import Network
 from common.normalize import Normalizer, NormalizerState
 from common.optimize import Trained, descend
+from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Batch, Replay, ReplayState, Transition
-from common.runner import run
 from common.schedules import updates_until
+
+from common.run.config import check_config, check_replay, check_updates
+from common.run.evaluator import Evaluator
+from common.run.logger import log_intervals, log_points
+from common.run.runner import run
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,40 @@ class Config:
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
-    num_envs: int = 8  # environments stepped in parallel
-    seed: int = 1  # seed of networks, exploration, sampling and environments
-    total_timesteps: int = 200_000  # env steps over all environments; a multiple of num_envs
-    log_frequency: int = 2_000  # env steps between two log points
-    learning_rate: float = 3e-4  # step size of Adam, for policy, critics and temperature
-    buffer_size: int = 100_000  # transitions in the replay buffer, over all environments
-    gamma: float = 0.99  # discount of one step
-    n_step: int = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
-    frame_stack: int = 1  # frames in an observation; the buffer stores single ones
-    tau: float = 0.005  # τ: share of θ in a target update
-    batch_size: int = 128  # transitions in a minibatch
-    learning_starts: int = 5_000  # env steps of uniformly random actions before the first update
-    updates_per_step: float = 0.25  # updates an env step, above or below 1
-    alpha: float | None = None  # α, the weight of the entropy; learned if not given
-    target_entropy: float = 0.3  # H̄ as a share of log A, the largest entropy; 0.98 in the paper
+    num_envs: Positive[int] = 8  # environments stepped in parallel
+    seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: Positive[int] = 200_000  # env steps over all envs; a multiple of num_envs
+    log_frequency: Positive[int] = 2_000  # env steps between two log points
+    learning_rate: Positive[float] = 3e-4  # step size of Adam, for policy, critics and temperature
+    buffer_size: Positive[int] = 100_000  # transitions in the replay buffer, over all environments
+    gamma: Fraction = 0.99  # discount of one step
+    n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
+    tau: Fraction = 0.005  # τ: share of θ in a target update
+    batch_size: Positive[int] = 128  # transitions in a minibatch
+    learning_starts: NonNegative[int] = 5_000  # env steps of uniformly random actions at first
+    updates_per_step: Positive[float] = 0.25  # updates an env step, above or below 1
+    alpha: Positive[float] | None = None  # α, the weight of the entropy; learned if not given
+    target_entropy: Fraction = 0.3  # H̄ as a share of log A; 0.98 in the paper
     normalize_obs: bool = False  # shift and scale observations by running statistics
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        check_replay(self)
+        check_updates(self.updates_per_step, self.total_timesteps)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
-    "atari": dict(total_timesteps=10_000_000, buffer_size=1_000_000, frame_stack=4, batch_size=64)
-    | dict(learning_starts=20_000, target_entropy=0.98),
+    "atari": {
+        "total_timesteps": 10_000_000,
+        "buffer_size": 1_000_000,
+        "frame_stack": 4,
+        "batch_size": 64,
+        "learning_starts": 20_000,
+        "target_entropy": 0.98,
+    },
 }
-METRICS = ("critic_loss", "q_values", "actor_loss", "entropy", "alpha", "updates")
 
 
 class Model(nnx.Module):
@@ -76,8 +88,10 @@ class Model(nnx.Module):
 
     def __init__(self, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
         num_actions = int(action_space.n)
-        self.actor = Network(obs_space, 0, num_actions, rngs)
-        self.critic = nnx.List([Network(obs_space, 0, num_actions, rngs) for _ in range(2)])
+        self.actor = Network(obs_space, 0, num_actions, rngs, hidden=(256, 256))
+        self.critic = nnx.List(
+            [Network(obs_space, 0, num_actions, rngs, hidden=(256, 256)) for _ in range(2)]
+        )
 
     def action(self, obs: Any) -> Categorical:
         """[B, *obs] -> distribution over actions [B]."""
@@ -113,10 +127,14 @@ class Algorithm:
     def init(self, key: Array, obs: Any) -> LearnerState:
         """Draw new parameters; the targets start as copies; observations [N, *obs] give shapes."""
         params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
-        params["log_alpha"] = jnp.log(jnp.float32(self.config.alpha or 1.0))
-        actor, critic, log_alpha = (Trained(x, self.optimizer.init(x)) for x in params.values())
-        target_critic = jax.tree.map(jnp.copy, critic.params)
-        return LearnerState(actor, critic, target_critic, log_alpha, self.normalizer.init(obs))
+        log_alpha = jnp.log(jnp.float32(self.config.alpha or 1.0))
+        return LearnerState(
+            actor=Trained(params["actor"], self.optimizer.init(params["actor"])),
+            critic=Trained(params["critic"], self.optimizer.init(params["critic"])),
+            target_critic=jax.tree.map(jnp.copy, params["critic"]),
+            log_alpha=Trained(log_alpha, self.optimizer.init(log_alpha)),
+            normalizer=self.normalizer.init(obs),
+        )
 
     def model(self, actor: Any, critic: Any) -> Model:
         """Return the networks with these parameters."""
@@ -126,47 +144,55 @@ class Algorithm:
         """[B, *obs] -> distribution over actions [B]."""
         return self.model(state.actor.params, state.critic.params).action(obs)
 
+    def value(self, state: LearnerState, critic: Any, obs: Any) -> Array:
+        """[B, *obs] -> q_values [2, B, A] of the critics θ or θ⁻."""
+        return self.model(state.actor.params, critic).value(obs)
+
     def td_target(self, state: LearnerState, batch: Batch) -> Array:
         """r + γ (1 - terminated) Σ_a π(a|s') (min_i Q_i(s', a; θ⁻) - α log π(a|s')) (eq. 10)."""
-        target = self.model(state.actor.params, state.target_critic)
-        next_q_values = target.value(batch.next_obs).min(axis=0)  # [B, A]
-        log_probs = jax.nn.log_softmax(target.action(batch.next_obs).logits)  # [B, A]
+        next_policy = self.predict(state, batch.next_obs)
+        next_q_values = self.value(state, state.target_critic, batch.next_obs).min(axis=0)  # [B, A]
+        log_probs = next_policy.log_probs()  # [B, A]
         soft_q_values = next_q_values - jnp.exp(state.log_alpha.params) * log_probs  # [B, A]
-        next_value = (jnp.exp(log_probs) * soft_q_values).sum(axis=-1)  # [B]
-        return batch.reward + batch.discount * next_value  # [B]
+        next_value = (next_policy.probs() * soft_q_values).sum(axis=-1)  # [B]
+        return batch.reward + batch.discount * next_value  # [B], discount = γ^m (1 - terminated)
 
-    def critic_loss(self, critic: Any, state: Any, batch: Batch, td_target: Array) -> tuple:
+    def critic_loss(
+        self, critic: Any, state: LearnerState, batch: Batch, td_target: Array
+    ) -> tuple[Array, dict[str, Array]]:
         """½ Σ_i E[(y - Q_i(s, a))²] over the valid rows of the batch."""
-        q_values = self.model(state.actor.params, critic).value(batch.obs)  # [2, B, A]
+        q_values = self.value(state, critic, batch.obs)  # [2, B, A]
         q_values = jnp.take_along_axis(q_values, batch.action[None, :, None], -1)[..., 0]  # [2, B]
         chex.assert_equal_shape([*q_values, td_target, batch.weight])
         loss = 0.5 * (batch.weight * (td_target - q_values) ** 2).mean(axis=1).sum()
         return loss, {"critic_loss": loss, "q_values": (batch.weight * q_values).mean()}
 
-    def actor_loss(self, actor: Any, state: LearnerState, batch: Batch) -> tuple[Array, dict]:
-        """E[Σ_a π(a|s) (α log π(a|s) - min_i Q_i(s, a))] (eq. 12)."""
-        model, alpha = self.model(actor, state.critic.params), jnp.exp(state.log_alpha.params)
-        distribution, q_values = model.action(batch.obs), model.value(batch.obs).min(axis=0)
-        entropy = distribution.entropy()  # [B]
-        value = (jax.nn.softmax(distribution.logits) * q_values).sum(axis=-1)  # [B]
-        chex.assert_equal_shape([entropy, value, batch.weight])
-        loss = -(batch.weight * (alpha * entropy + value)).mean()
-        entropy = (batch.weight * entropy).mean()
-        return loss, {"actor_loss": loss, "entropy": entropy, "alpha": alpha}
+    def actor_loss(
+        self, actor: Any, state: LearnerState, batch: Batch
+    ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        """E[Σ_a π(a|s) (α log π(a|s) - min_i Q_i(s, a))] (eq. 12); and the entropy of π."""
+        model = self.model(actor, state.critic.params)
+        policy = model.action(batch.obs)
+        q_values = model.value(batch.obs).min(axis=0)  # [B, A]
+        alpha = jnp.exp(state.log_alpha.params)
+        chex.assert_equal_shape([policy.logits, q_values])
+        error = (policy.probs() * (alpha * policy.log_probs() - q_values)).sum(axis=-1)  # [B]
+        loss = (batch.weight * error).mean()
+        entropy = (batch.weight * policy.entropy()).mean()
+        return loss, (entropy, {"actor_loss": loss, "entropy": entropy, "alpha": alpha})
 
-    def alpha_loss(self, log_alpha: Array, entropy: Array) -> tuple[Array, dict]:
+    def alpha_loss(self, log_alpha: Array, entropy: Array) -> tuple[Array, dict[str, Array]]:
         """-α E[Σ_a π(a|s) log π(a|s) + H̄], with α = exp(log_alpha) (eq. 11)."""
         return jnp.exp(log_alpha) * (entropy - self.target_entropy), {}
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """A gradient step of critics, policy and temperature, then a step of the targets."""
         td_target = self.td_target(state, batch)  # [B]
         critic, metrics = self.descend(self.critic_loss, state.critic, state, batch, td_target)
         state = state._replace(critic=critic)
-        actor, actor_metrics = self.descend(self.actor_loss, state.actor, state, batch)
+        actor, (entropy, actor_metrics) = self.descend(self.actor_loss, state.actor, state, batch)
         state = state._replace(actor=actor)
         if self.config.alpha is None:
-            entropy = actor_metrics["entropy"]
             log_alpha, _ = self.descend(self.alpha_loss, state.log_alpha, entropy)
             state = state._replace(log_alpha=log_alpha)
         return self.sync_target(state), metrics | actor_metrics
@@ -181,7 +207,8 @@ class Agent:
     """Exploration, normalisation, and the way from environment to algorithm."""
 
     def __init__(self, config: Config, algorithm: Algorithm):
-        self.config, self.algorithm = config, algorithm
+        self.config = config
+        self.algorithm = algorithm
         self.observe = algorithm.normalizer.observe
 
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
@@ -196,9 +223,10 @@ class Agent:
         is_random = step < self.config.learning_starts
         return Categorical(jnp.where(is_random, 0.0, logits)).sample(key)
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict]:
+    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One update on a batch."""
-        obs, next_obs = (self.observe(state.normalizer, x) for x in (batch.obs, batch.next_obs))
+        obs = self.observe(state.normalizer, batch.obs)
+        next_obs = self.observe(state.normalizer, batch.next_obs)
         return self.algorithm.learn(state, batch._replace(obs=obs, next_obs=next_obs))
 
 
@@ -216,83 +244,101 @@ class Trainer:
     """The training process: collect, store, sample and learn in one compiled program."""
 
     def __init__(self, config: Config = Config()):
-        check_config(config)
-        self.config, self.env = config, make_env(config)
-        obs_space, action_space = self.env.observation_space, self.env.action_space
+        self.config = config
+        self.env = make_env(config)
         require_action_space("sac_discrete", self.env, spaces.Discrete)
-        self.algorithm = Algorithm(config, obs_space, action_space)
+        self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
         self.agent = Agent(config, self.algorithm)
         self.replay = Replay(
             config.buffer_size, config.num_envs, config.gamma, config.n_step, config.frame_stack
         )
         self.evaluator = Evaluator(config, self.agent.predict)
-        self.state = self._init_state(jax.random.key(config.seed))
-        self._run = jax.jit(self._run_iterations, donate_argnums=0)
+        self.state = self.init_state(jax.random.key(config.seed))
+        self.compiled_run = jax.jit(self.run_iterations, donate_argnums=0)
 
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
         try:
             for start, num_steps in log_intervals(self):
                 num_iterations = -(-num_steps // self.config.num_envs)
-                self.state, metrics = self._run(self.state, num_iterations)
+                self.state, metrics = self.compiled_run(self.state, num_iterations)
                 yield from log_points(self.env, self.state, start, {}, metrics)
         finally:
             self.env.close()
 
-    def _run_evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 
-    def _init_state(self, key: Array) -> TrainState:
+    def init_state(self, key: Array) -> TrainState:
+        """New parameters, new episodes and an empty buffer."""
         learner_key, env_key, key = jax.random.split(key, 3)
         env = self.env.reset(env_key)
-        learner, step = self.algorithm.init(learner_key, env.obs), jnp.zeros((), jnp.int32)
+        learner = self.algorithm.init(learner_key, env.obs)
+        step = jnp.zeros((), jnp.int32)
         action = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
-        return TrainState(learner, env, self.replay.init(env.obs, action), key, step)
+        replay = self.replay.init(env.obs, action)
+        return TrainState(learner, env, replay, key, step)
 
-    def _run_iterations(self, state: TrainState, num_iterations: int) -> tuple[TrainState, dict]:
+    def run_iterations(
+        self, state: TrainState, num_iterations: int
+    ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations, or until an environment fails."""
         start, ratio = self.config.learning_starts, self.config.updates_per_step
         due = partial(updates_until, start=start, updates_per_step=ratio)
 
         def goes_on(carry: tuple) -> Array:
-            return (carry[0] < num_iterations) & self.env.is_sound(carry[1].env)
+            iteration, state, _ = carry
+            return (iteration < num_iterations) & self.env.is_sound(state.env)
+
+        def train(_: Array, carry: tuple) -> tuple:
+            state, metrics = carry
+            state, new_metrics = self._run_train(state)
+            return state, jax.tree.map(jnp.add, metrics, new_metrics)
 
         def iterate(carry: tuple) -> tuple:
             iteration, state, metrics = carry
             first_update = due(state.step)
             state = self._run_collect(state)
-            updates = first_update, due(state.step)
-            state, metrics = lax.fori_loop(*updates, self._run_train, (state, metrics))
+            end = due(state.step)
+            state, metrics = lax.fori_loop(first_update, end, train, (state, metrics))
             return iteration + 1, state, metrics
 
-        metrics = dict.fromkeys(METRICS, jnp.zeros(()))
         state = state._replace(env=self.env.reset_summary(state.env))
-        _, state, metrics = lax.while_loop(goes_on, iterate, (0, state, metrics))
+        _, metrics = jax.eval_shape(self._run_train, state)
+        carry = 0, state, optax.tree.zeros_like(metrics)
+        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
         return state, metrics
 
     def _run_collect(self, state: TrainState) -> TrainState:
         """One vector step: act, step the environments, store."""
         key, action_key = jax.random.split(state.key)
-        obs, valid = state.env.obs, ~state.env.ended  # [N, *obs], [N]
+        obs = state.env.obs  # [N, *obs]
         action = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
         env, timestep = self.env.step(state.env, action)
-        transition = Transition(obs, action, *timestep[1:], valid)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=timestep.reward,
+            terminated=timestep.terminated,
+            truncated=timestep.truncated,
+            valid=~state.env.ended,
+        )
         replay = self.replay.add(state.replay, transition)
         normalizer, _ = self.algorithm.normalizer.update(state.learner.normalizer, transition)
         learner = state.learner._replace(normalizer=normalizer)
         step = state.step + self.config.num_envs
         return TrainState(learner, env, replay, key, step)
 
-    def _run_train(self, _: Array, carry: tuple[TrainState, dict]) -> tuple[TrainState, dict]:
-        """One update; its metrics are added up."""
-        state, metrics = carry
+    def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+        """One update on a batch from replay."""
         key, sample_key = jax.random.split(state.key)
         batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
-        learner, new_metrics = self.agent.learn(state.learner, batch)
-        metrics = jax.tree.map(jnp.add, metrics, new_metrics | {"updates": 1.0})
+        learner, metrics = self.agent.learn(state.learner, batch)
+        metrics |= {"charts/updates": jnp.ones(())}
         return state._replace(learner=learner, key=key), metrics
 
 
 if __name__ == "__main__":
-    run(Trainer, Config, PRESETS)
+    # Layers of 256 units: two threads can share them.
+    run(Trainer, Config, PRESETS, num_cores=2)

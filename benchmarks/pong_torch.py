@@ -27,7 +27,6 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from common import cli
 from common.errors import UserError
 from conv import GEMM_SIZE, forward_flop, gemm_measure, gradient_flop, nature_cnn_macs
 from throughput import (
@@ -38,6 +37,8 @@ from throughput import (
     in_process,
     median_rates,
 )
+
+from common.run import cli
 
 SIDES = ("ours", "torch")
 
@@ -127,7 +128,7 @@ def our_rollout(config: Any) -> Callable[[], None]:
     trainer = Trainer(config)
 
     def rollout() -> None:
-        trainer.state, _ = trainer._run(trainer.state, 1)
+        trainer.state, _ = trainer.compiled_run(trainer.state, 1)
         jax.block_until_ready(trainer.state)
 
     return rollout
@@ -197,7 +198,7 @@ class TorchPPO:
         """Do one rollout and its updates."""
         import torch
 
-        from common.rollout import Batch
+        from common.rollout import RolloutBatch
 
         config = self.config
         total = config.total_timesteps // (config.num_envs * config.num_steps)
@@ -211,7 +212,7 @@ class TorchPPO:
         for _ in range(config.update_epochs):
             for rows in torch.randperm(size).split(size // config.num_minibatches):
                 columns: list[Any] = [x[rows] for x in batch[:-1]]
-                self.learn(Batch(*columns))
+                self.learn(RolloutBatch(*columns))
 
     def collect(self) -> tuple:
         """Act and step: obs, action, log_prob, value, reward, terminated, truncated, valid [N]."""
@@ -230,7 +231,7 @@ class TorchPPO:
         """Columns of a rollout [T, N] -> rows [T * N] with advantages by GAE, and returns."""
         import torch
 
-        from common.rollout import Batch
+        from common.rollout import RolloutBatch
 
         obs, action, log_prob, value, reward, terminated, truncated, valid = rollout
         next_value = torch.cat([value[1:], self.predict(self.obs)[1][None]])  # [T, N]
@@ -244,7 +245,7 @@ class TorchPPO:
             advantages[t] = later
         targets = advantages, advantages + value, valid.float()
         columns: list[Any] = [x.flatten(0, 1) for x in (obs, action, log_prob, value, *targets)]
-        return Batch(*columns)
+        return RolloutBatch(*columns)
 
     def learn(self, batch: Any) -> None:
         """One gradient step on a minibatch [B]; rows after an episode's end weigh nothing."""

@@ -76,11 +76,11 @@ def main(options: Options) -> int:
         for seed in range(1, options.num_seeds + 1):
             name = f"{algo} case {number} seed {seed}"
             bits[name] = bits_of_run(algo, fields | {"seed": seed})
-            different = sum(a != b for a, b in zip(bits[name], before.get(name, []), strict=False))
-            different += abs(len(bits[name]) - len(before.get(name, [])))
             if options.against:
-                num_different += different > 0
-                print(f"{name}: {different} of {len(bits[name])} lines differ", flush=True)
+                different = [line for line in bits[name] if line not in before.get(name, [])]
+                num_different += bool(different)
+                shown = f", the first {different[0]}" if different else ""
+                print(f"{name}: {len(different)} of {len(bits[name])} differ{shown}", flush=True)
     if options.out:
         Path(options.out).write_text(json.dumps(bits, indent=0) + "\n")
     return int(num_different > 0)

@@ -35,14 +35,15 @@ from typing import IO
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from common import cli
-from common.config import check_config
 from common.envs import resolve_backend
 from common.errors import UserError
-from common.logger import make_console, read_metrics
-from common.runner import stop_signals
 from machine import ROOT, cpu_model, describe_commit, on_cores, usable_cores
 from report import Result, file_name, late_return, read_curve, write_atomically, write_report
+
+from common.run import cli
+from common.run.config import check_config
+from common.run.logger import make_console, read_metrics
+from common.run.runner import stop_signals
 
 MAX_TRIES = 3
 POLL_SECONDS = 0.2

@@ -30,8 +30,9 @@ from typing import Any
 
 import tyro
 
-from common.logger import read_metrics
 from machine import ROOT, cpu_model, describe_commit, on_cores
+
+from common.run.logger import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results"
 Measure = Callable[[int], None]
@@ -180,10 +181,12 @@ def loop_measure(config: Any) -> Measure:
     from algos.dqn import Trainer
 
     trainer = Trainer(config)
-    trainer.state, _ = trainer._run(trainer.state, 2 * config.learning_starts // config.num_envs)
+    trainer.state, _ = trainer.compiled_run(
+        trainer.state, 2 * config.learning_starts // config.num_envs
+    )
 
     def run(iterations: int) -> None:
-        trainer.state, _ = trainer._run(trainer.state, iterations)
+        trainer.state, _ = trainer.compiled_run(trainer.state, iterations)
         jax.block_until_ready(trainer.state)
 
     return run
@@ -220,16 +223,18 @@ def env_measure(config: Any, purpose: Any = "evaluate") -> Measure:
 def learn_measure(config: Any) -> Measure:
     """Updates alone: sample, target, loss, gradient, Adam."""
     import jax
-    import jax.numpy as jnp
     from jax import lax
 
     from algos.dqn import Trainer
 
     trainer = Trainer(config)
     # The loop keeps the trainer alive through this closure, and its pool with it.
-    state, _ = trainer._run(trainer.state, config.buffer_size // config.num_envs)
-    zeros = dict.fromkeys(("updates", "target_updates", "td_loss", "q_values"), jnp.zeros(()))
-    updates = jax.jit(lambda state, n: lax.fori_loop(0, n, trainer._run_train, (state, zeros))[0])
+    state, _ = trainer.compiled_run(trainer.state, config.buffer_size // config.num_envs)
+
+    def update(_: Any, state: Any) -> Any:
+        return trainer._run_train(state)[0]
+
+    updates = jax.jit(lambda state, n: lax.fori_loop(0, n, update, state))
     carry = [state]
 
     def run(count: int) -> None:
@@ -282,7 +287,7 @@ class PythonLoop:
         import numpy as np
 
         self.key, key = self.split(self.key)
-        action = np.asarray(self.sample(self.learner, self.obs, self.step, key)[0])
+        action = np.asarray(self.sample(self.learner, self.obs, self.step, key))
         next_obs, reward, terminated, truncated, _ = self.envs.step(action)
         values = {"obs": self.obs, "next_obs": next_obs, "action": action, "reward": reward}
         discount = self.config.gamma * (1.0 - terminated)
@@ -312,7 +317,8 @@ def baseline_measure(config: Any) -> Measure:
 def measure_memory(steps: int) -> dict[str, Any]:
     """Train DQN on CartPole-v1 and return the resident memory in MiB at each tenth of the way."""
     from algos.dqn import Config, Trainer
-    from common import threads
+
+    from common.run import threads
 
     threads.use_one_core()
     trainer = Trainer(replace(Config(), total_timesteps=steps, log_frequency=steps // 100))

@@ -113,7 +113,7 @@ def in_turn(options: Options, cores: set[int]) -> dict[str, list[float]]:
 
 def loops(options: Options) -> dict[str, float]:
     """Return env steps a second of the training loops alone."""
-    from common.threads import spread_pool
+    from common.run.threads import spread_pool
 
     measures = {f"loop {algo}": (loop_measure(make_trainer(algo)), 1.0) for algo in options.algos}
     spread_pool(sorted(os.sched_getaffinity(0)))
@@ -126,7 +126,7 @@ def measure_all(options: Options) -> dict[str, Any]:
     trainers = {algo: make_trainer(algo) for algo in options.algos}
     for algo, trainer in trainers.items():
         measures[f"loop {algo}"] = loop_measure(trainer), 1.0
-        measures[f"learn {algo}"] = learn_measure(make_trainer(algo)), 1.0
+        measures[f"learn {algo}"] = learn_measure(make_trainer(algo), algo), 1.0
     measures["env"] = env_measure(), 1.0
     rates = median_rates(measures, options.repeats, options.seconds)
     for algo in options.algos:
@@ -160,7 +160,7 @@ def make_trainer(algo: str) -> Any:
     """Return a trainer that learns already."""
     module = importlib.import_module(f"algos.{algo}")
     trainer = module.Trainer(module.Config("HalfCheetah-v4", learning_starts=WARM_UP))
-    trainer.state, _ = trainer._run(trainer.state, WARM_UP + 10)
+    trainer.state, _ = trainer.compiled_run(trainer.state, WARM_UP + 10)
     return trainer
 
 
@@ -169,23 +169,21 @@ def loop_measure(trainer: Any) -> Measure:
     import jax
 
     def run(count: int) -> None:
-        trainer.state, _ = trainer._run(trainer.state, count)
+        trainer.state, _ = trainer.compiled_run(trainer.state, count)
         jax.block_until_ready(trainer.state)
 
     return run
 
 
-def learn_measure(trainer: Any) -> Measure:
+def learn_measure(trainer: Any, algo: str) -> Measure:
     """Updates alone."""
     import jax
     from jax import lax
 
-    _, zeros = jax.eval_shape(trainer._run, trainer.state, 1)
-    zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), zeros)
-    updates = jax.jit(
-        lambda state, n: lax.fori_loop(0, n, trainer._run_train, (state, zeros))[0],
-        donate_argnums=0,
-    )
+    def update(number: Any, state: Any) -> Any:
+        return trainer._run_train(state, *((number,) if algo == "td3" else ()))[0]
+
+    updates = jax.jit(lambda state, n: lax.fori_loop(0, n, update, state), donate_argnums=0)
     carry = [trainer.state]
 
     def run(count: int) -> None:

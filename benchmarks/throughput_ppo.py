@@ -123,7 +123,7 @@ def loop_measure(config: Any) -> Measure:
     trainer = Trainer(config)
 
     def run(iterations: int) -> None:
-        trainer.state, _ = trainer._run(trainer.state, iterations)
+        trainer.state, _ = trainer.compiled_run(trainer.state, iterations)
         jax.block_until_ready(trainer.state)
 
     return run
@@ -138,12 +138,20 @@ def learn_measure(config: Any) -> Measure:
     import jax.numpy as jnp
     from jax import lax
 
-    from algos.ppo import LOSSES, Trainer
+    from algos.ppo import Trainer
     from common.rollout import collect_rollout
 
     trainer = Trainer(config)
-    state, rollout, _ = jax.jit(lambda state: collect_rollout(trainer, state))(trainer.state)
-    zeros = dict.fromkeys((*LOSSES, "updates"), jnp.zeros(()))
+
+    @jax.jit
+    def collect(state: Any) -> tuple:
+        num_steps = jnp.int32(config.num_steps)
+        return collect_rollout(
+            trainer.env, trainer._run_collect, state, config.num_steps, num_steps
+        )
+
+    state, rollout, _ = collect(trainer.state)
+    zeros = trainer._zero_metrics(state)
 
     @jax.jit
     def updates(state: Any, rollout: Any, count: int) -> Any:

@@ -5,6 +5,7 @@ the shape [..., *action] that `sample` returns.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from gymnasium import spaces
-from jax import Array
+from jax import Array, lax
 
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
@@ -46,6 +47,14 @@ class Categorical(NamedTuple):
         """Return the most likely action [...]."""
         return self.logits.argmax(axis=-1)
 
+    def probs(self) -> Array:
+        """Return π(a) of every action [..., A]."""
+        return jax.nn.softmax(self.logits)
+
+    def log_probs(self) -> Array:
+        """Log π(a) of every action [..., A], for sums over π(a): 0 where π(a) = 0."""
+        return _finite(jax.nn.log_softmax(self.logits))
+
     def log_prob(self, action: Array) -> Array:
         """Log π(a) [...]."""
         log_probs = jax.nn.log_softmax(self.logits)  # [..., A]
@@ -54,9 +63,12 @@ class Categorical(NamedTuple):
     def entropy(self) -> Array:
         """-Σ_a π(a) log π(a) [...]; an action of probability 0 adds nothing."""
         log_probs = jax.nn.log_softmax(self.logits)  # [..., A]
-        # Not after the product: 0 times infinity would make the gradient NaN.
-        finite = jnp.where(jnp.isfinite(log_probs), log_probs, 0.0)
-        return -(jnp.exp(log_probs) * finite).sum(axis=-1)
+        return -(jnp.exp(log_probs) * _finite(log_probs)).sum(axis=-1)
+
+
+def _finite(log_probs: Array) -> Array:
+    # Not after the product with π: 0 times infinity would make the gradient NaN.
+    return jnp.where(jnp.isfinite(log_probs), log_probs, 0.0)
 
 
 class MultiCategorical(NamedTuple):
@@ -163,6 +175,16 @@ class TanhNormal(NamedTuple):
 def _log_tanh_slope(u: Array) -> Array:
     """log(1 - tanh²(u)) without cancellation."""
     return 2 * (math.log(2) - u - jax.nn.softplus(-2 * u))
+
+
+def standard_normals(key: Array, num: int, shape: tuple[int, ...]) -> Array:
+    """Draw ε ~ N(0, 1) num times [num, *shape], each array only once.
+
+    In a loop: outside of one, XLA draws an array again in each of its uses, and on a CPU random
+    bits are dear.
+    """
+    draw = partial(jax.random.normal, shape=shape)
+    return lax.map(draw, jax.random.split(key, num))
 
 
 class PolicyHead(nnx.Module):

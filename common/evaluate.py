@@ -6,9 +6,10 @@ from pathlib import Path
 
 import tyro
 
-from common import threads
-from common.cli import exit_codes, parse_flags
 from common.errors import UserError
+
+from common.run import threads
+from common.run.cli import exit_codes, parse_flags
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ def main(options: EvaluateOptions) -> None:
     if wanted not in ("latest", "best") and not wanted.isdecimal():
         raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
     threads.use_cores(1)
-    from common.policy import load
+    from common.run.load import load
 
     policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
-    logs = policy.trainer._run_evaluate(options.episodes)["logs"]
+    logs = policy.trainer.evaluate(options.episodes)["logs"]
     print(
         f"{logs['charts/evaluation_return']:.1f} ± {logs['charts/evaluation_std']:.1f} "
         f"over {options.episodes} episodes, checkpoint {policy.step}"
     )
     if options.video:
-        from common.video import save_video
+        from common.run.video import save_video
 
         trainer = policy.trainer
         path = Path(options.run_dir, "videos", f"step_{policy.step}.gif")

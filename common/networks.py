@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ import numpy as np
 from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
+
+from common import cpu_gradients
 
 SMALLEST_CNN_IMAGE = 36
 FLAX_DEFAULT = nnx.initializers.lecun_normal()
@@ -127,7 +128,7 @@ class Network(nnx.Module):
         num_actions: int,
         num_outputs: int,
         rngs: nnx.Rngs,
-        hidden: tuple[int, int] = (256, 256),
+        hidden: tuple[int, int],
     ) -> None:
         self.encoder = Encoder(obs_space, rngs)
         num_inputs = self.encoder.num_features + num_actions
@@ -138,15 +139,19 @@ class Network(nnx.Module):
     def __call__(self, obs: Any, *action: Array) -> Array:
         """[B, *obs], and actions [B, num_actions] if there are any -> [B, num_outputs]."""
         x = jnp.concatenate([self.encoder(obs), *action], axis=-1)
-        if jax.default_backend() != "cpu":
-            return self.head(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
-        layers = self.first, self.second, self.head
-        kernels = [layer.kernel[...] for layer in layers]
-        biases = [jnp.asarray(layer.bias) for layer in layers]
-        x = jax.nn.relu(_relu_product(x, kernels[0], biases[0], kernels[1]) + biases[1])
-        # The fast form of a narrow kernel's gradient transposes the product.
-        product = _matmul if kernels[2].shape[1] <= FEW else jnp.matmul
-        return product(x, kernels[2]) + biases[2]
+        if jax.default_backend() == "cpu":
+            layers = self.first, self.second, self.head
+            kernels = [layer.kernel[...] for layer in layers]
+            biases = [jnp.asarray(layer.bias) for layer in layers]
+            return cpu_gradients.mlp(x, kernels, biases)
+        return self.head(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
+
+
+class Memory(NamedTuple):
+    """What a recurrent policy acts on besides the observation."""
+
+    core: Any  # [N, ...] recurrent state, () for a policy without one
+    valid: Array  # [N] False on the row after an episode's end
 
 
 class RecurrentCore(nnx.Module):
@@ -204,12 +209,11 @@ class NatureCNN(nnx.Module):
 
     def __call__(self, images: Array) -> Array:
         """[B, C, H, W] or [B, H, W, C] uint8 -> [B, 512]."""
-        if jax.default_backend() != "cpu":
-            x = self._convolve(images)  # [B, features]
-            return jax.nn.relu(self.dense(x))
-        x = _by_chunks(self._convolve, images)  # [B, features]
-        kernel, bias = jnp.asarray(self.dense.kernel), jnp.asarray(self.dense.bias)
-        return jax.nn.relu(_matmul(x, kernel) + bias)
+        if jax.default_backend() == "cpu":
+            x = cpu_gradients.by_chunks(self._convolve, images)  # [B, features]
+            product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, 512]
+            return jax.nn.relu(product + jnp.asarray(self.dense.bias))
+        return jax.nn.relu(self.dense(self._convolve(images)))
 
     def _convolve(self, images: Array) -> Array:
         if self.channels_first:
@@ -223,9 +227,7 @@ class NatureCNN(nnx.Module):
 class Conv(nnx.Module):
     """Valid convolution and ReLU; bytes are scaled to [0, 1] first.
 
-    On a CPU it is written as patches and matrix products, because XLA's convolution gradients are
-    15 to 20 times slower inside loops there than outside. Parameters and results are those of
-    `nnx.Conv`.
+    Parameters and results are those of `nnx.Conv`, on a CPU too.
     """
 
     def __init__(
@@ -246,137 +248,11 @@ class Conv(nnx.Module):
             kernel_init=kernel_init,
             rngs=rngs,
         )
-        self.kernel, self.stride = kernel, stride
+        self.stride = stride
 
     def __call__(self, x: Array) -> Array:
         """[B, H, W, inputs] -> [B, H', W', outputs]."""
-        if jax.default_backend() != "cpu":
-            return jax.nn.relu(self.conv(_as_float(x)))
-        size, stride = self.kernel, self.stride
-        kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
-        if stride > 1 and size % stride == 0:
-            x, kernel = _space_to_depth(x, kernel, stride)
-            size, stride = size // stride, 1
-        flat = kernel.reshape(-1, kernel.shape[-1])  # [size * size * inputs, outputs]
-        return _conv_relu(_as_float(x), flat, bias, size, stride)
-
-
-CHUNK = 8
-
-
-def _by_chunks(function: Callable[[Array], Array], x: Array) -> Array:
-    """Apply a function to a few rows at a time, so that what lies between fits into the cache."""
-    rows = len(x)
-    if rows <= CHUNK:
-        return function(x)
-    padding = [(0, -rows % CHUNK)] + [(0, 0)] * (x.ndim - 1)
-    chunks = jnp.pad(x, padding).reshape(-1, CHUNK, *x.shape[1:])
-    result = lax.map(function, chunks)  # [chunks, CHUNK, ...]
-    return result.reshape(-1, *result.shape[2:])[:rows]
-
-
-def _as_float(x: Array) -> Array:
-    return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x
-
-
-def _space_to_depth(x: Array, kernel: Array, stride: int) -> tuple[Array, Array]:
-    """Turn blocks of stride x stride pixels into channels: a convolution of stride 1 is left.
-
-    x [B, H, W, C], kernel [K, K, C, O] -> [B, H / s, W / s, s s C], [K / s, K / s, s s C, O]
-    """
-    s, size = stride, kernel.shape[0] // stride
-    rows, columns = (n // s for n in x.shape[1:3])
-    x = x[:, : rows * s, : columns * s].reshape(len(x), rows, s, columns, -1)
-    x = jnp.concatenate([x[:, :, i] for i in range(s)], axis=-1)  # [B, H / s, W / s, s s C]
-    outputs = kernel.shape[-1]
-    kernel = kernel.reshape(size, s, size, -1, outputs)  # [K / s, s, K / s, s C, O]
-    kernel = jnp.moveaxis(kernel, 1, 2).reshape(size, size, -1, outputs)
-    # Without the barrier XLA would make x again for each patch that reads it.
-    return lax.optimization_barrier(x), kernel
-
-
-def _patches(x: Array, size: int, stride: int) -> Array:
-    """[B, H, W, C] -> [B, H', W', size * size * C]."""
-    rows, columns = ((n - size) // stride * stride + 1 for n in x.shape[1:3])
-    slices = [
-        x[:, i : i + rows : stride, j : j + columns : stride]
-        for i in range(size)
-        for j in range(size)
-    ]
-    return jnp.concatenate(slices, axis=-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _conv_relu(x: Array, kernel: Array, bias: Array, size: int, stride: int) -> Array:
-    """Convolution of [B, H, W, C] with [size * size * C, O], and ReLU."""
-    return jax.nn.relu(_patches(x, size, stride) @ kernel + bias)
-
-
-def _conv_relu_forward(
-    x: Array, kernel: Array, bias: Array, size: int, stride: int
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    y = _conv_relu(x, kernel, bias, size, stride)
-    return y, (x, kernel, y)
-
-
-def _conv_relu_backward(
-    size: int, stride: int, saved: tuple[Array, Array, Array], grad: Array
-) -> tuple[Array, Array, Array]:
-    """Make the patches again rather than keep them: they are four to nine times as large as x."""
-    x, kernel, y = saved
-    grad = lax.optimization_barrier(jnp.where(y > 0, grad, 0.0))
-    patches, fold = jax.vjp(lambda x: _patches(x, size, stride), x)
-    flat = patches.reshape(-1, patches.shape[-1])
-    grad_patches, grad_kernel = _matmul_backward((flat, kernel), grad.reshape(len(flat), -1))
-    grad_patches = lax.optimization_barrier(grad_patches).reshape(patches.shape)
-    return fold(grad_patches)[0], grad_kernel, grad.sum((0, 1, 2))
-
-
-_conv_relu.defvjp(_conv_relu_forward, _conv_relu_backward)
-
-
-@jax.custom_vjp
-def _matmul(x: Array, kernel: Array) -> Array:
-    """[rows, inputs] @ [inputs, outputs] with the fast form of its gradient."""
-    return x @ kernel
-
-
-def _matmul_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    """Up to three times as fast as x.T @ grad, which XLA makes of it without the barrier."""
-    x, kernel = saved
-    return grad @ kernel.T, lax.optimization_barrier(grad.T @ x).T
-
-
-_matmul.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _matmul_backward)
-
-
-# The gradient of a product x @ kernel needs x.T @ grad, the one form that is slow on a CPU: 205 us
-# against 145 for 256 x 256 x 256. To transpose x takes 56 us.
-FEW = 64
-
-
-@jax.custom_vjp
-def _relu_product(x: Array, kernel: Array, bias: Array, next_kernel: Array) -> Array:
-    """relu(x @ kernel + bias) @ next_kernel, for [rows, inputs], [inputs, hidden], ..."""
-    return jax.nn.relu(x @ kernel + bias) @ next_kernel
-
-
-def _relu_product_forward(
-    x: Array, kernel: Array, bias: Array, next_kernel: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    hidden = jax.nn.relu(x @ kernel + bias)
-    return hidden @ next_kernel, (x, kernel, bias, next_kernel, hidden)
-
-
-def _relu_product_backward(saved: tuple[Array, ...], grad: Array) -> tuple[Array, ...]:
-    """Of few inputs, the transposed hidden layer is made again rather than transposed."""
-    x, kernel, bias, next_kernel, hidden = saved
-    transposed = hidden.T
-    if kernel.shape[0] <= FEW:
-        small = lax.optimization_barrier((kernel.T, x.T))
-        transposed = jax.nn.relu(small[0] @ small[1] + bias[:, None])  # [hidden, rows]
-    grad_hidden = jnp.where(hidden > 0, grad @ next_kernel.T, 0.0)
-    return grad_hidden @ kernel.T, x.T @ grad_hidden, grad_hidden.sum(0), transposed @ grad
-
-
-_relu_product.defvjp(_relu_product_forward, _relu_product_backward)
+        if jax.default_backend() == "cpu":
+            kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
+            return cpu_gradients.conv(x, kernel, bias, self.stride)
+        return jax.nn.relu(self.conv(cpu_gradients.as_float(x)))

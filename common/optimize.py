@@ -16,8 +16,8 @@ class Trained(NamedTuple):
 
 def descend(
     optimizer: optax.GradientTransformation, loss_fn: Callable, trained: Trained, *args: Any
-) -> tuple[Trained, dict]:
-    """One gradient step on `loss_fn(params, *args) -> (loss, metrics)`; return its metrics too."""
-    grads, metrics = jax.grad(loss_fn, has_aux=True)(trained.params, *args)
+) -> tuple[Trained, Any]:
+    """One gradient step on `loss_fn(params, *args) -> (loss, aux)`; return aux too."""
+    grads, aux = jax.grad(loss_fn, has_aux=True)(trained.params, *args)
     updates, opt_state = optimizer.update(grads, trained.opt_state, trained.params)
-    return Trained(optax.apply_updates(trained.params, updates), opt_state), metrics
+    return Trained(optax.apply_updates(trained.params, updates), opt_state), aux

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from common.devices import shard_rows
 from common.errors import UserError
+from common.sharding import shard_rows
 
 
 class Transition(NamedTuple):
@@ -202,17 +202,6 @@ class Replay:
         rows = (time[:, None] - offset) % self.num_rows
         return storage.at[rows, env[:, None]].get(mode="promise_in_bounds")
 
-    def interrupt(self, state: ReplayState) -> ReplayState:
-        """Mark that the rows written next do not continue the newest row of each lane.
-
-        Its reward goes too: it may be the NaN that stopped a run.
-        """
-        newest, storage = (state.position - 1) % self.num_rows, state.storage
-        storage = storage._replace(
-            valid=storage.valid.at[newest].set(False), reward=storage.reward.at[newest].set(0.0)
-        )
-        return state._replace(storage=storage)
-
     def merge(self, state: ReplayState, other: "Replay", other_state: ReplayState) -> ReplayState:
         """Append the rows of another buffer of the same lanes and options, in time order."""
         if (other.num_envs, other.frame_stack) != (self.num_envs, self.frame_stack):
@@ -235,7 +224,7 @@ class Replay:
                 size=jnp.minimum(merged.size + 1, self.num_rows),
             )
 
-        return lax.fori_loop(0, other_state.size, append, self.interrupt(state))
+        return lax.fori_loop(0, other_state.size, append, interrupt(state))
 
     def in_time_order(self, state: ReplayState) -> Transition:
         """Return the stored rows [size, N, ...] from oldest to newest (host only)."""
@@ -256,6 +245,19 @@ class Replay:
 
     def _newest_frame(self, obs: Any) -> Any:
         return obs[:, -1] if self.frame_stack > 1 else obs
+
+
+def interrupt(state: ReplayState) -> ReplayState:
+    """Mark that the rows written next do not continue the newest row of each lane.
+
+    Its reward goes too: it may be the NaN that stopped a run.
+    """
+    storage = state.storage
+    newest = (state.position - 1) % len(storage.valid)
+    storage = storage._replace(
+        valid=storage.valid.at[newest].set(False), reward=storage.reward.at[newest].set(0.0)
+    )
+    return state._replace(storage=storage)
 
 
 def _is_repeated_frame(stacked_obs: Array) -> Array:

@@ -1,10 +1,8 @@
-"""What falls due between two counts of env steps, and step sizes that fall over a run."""
+"""What falls due between two counts of env steps."""
 
 from fractions import Fraction
-from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 
@@ -27,10 +25,3 @@ def updates_until(step: Array, start: int, updates_per_step: float) -> Array:
     # In two parts, or the product would overflow.
     whole, rest = steps // ratio.denominator, steps % ratio.denominator
     return whole * ratio.numerator + rest * ratio.numerator // ratio.denominator
-
-
-def annealed_learning_rate(config: Any, updates_per_rollout: int) -> optax.Schedule:
-    """Return `learning_rate`, falling linearly to 0 over the run's updates with `anneal_lr`."""
-    num_rollouts = config.total_timesteps // (config.num_envs * config.num_steps)
-    end = 0.0 if config.anneal_lr else config.learning_rate
-    return optax.linear_schedule(config.learning_rate, end, num_rollouts * updates_per_rollout)

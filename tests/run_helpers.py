@@ -58,7 +58,7 @@ def run_here(capsys: Any, *args: Any, module: str = "algos.dqn") -> Ran:
     capsys.readouterr()
     argv = [module, *map(str, args)]
     code: Any = 0
-    with mock.patch.object(sys, "argv", argv), mock.patch("common.threads.use_cores"):
+    with mock.patch.object(sys, "argv", argv), mock.patch("common.run.threads.use_cores"):
         try:
             if module.startswith("algos."):
                 algo = importlib.import_module(module)

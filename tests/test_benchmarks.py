@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from algos.ppo import Config
-from common import cli
+
+from common.run import cli
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import conv  # noqa: E402
 import pong_torch  # noqa: E402
+import same_bits  # noqa: E402
 import throughput  # noqa: E402
 import throughput_ppo  # noqa: E402
 
@@ -46,7 +48,7 @@ def test_flop_by_hand() -> None:
 
 
 def test_flop_of_a_rollout_by_hand() -> None:
-    config = Config(num_envs=2, num_steps=3, update_epochs=5)
+    config = Config(num_envs=2, num_steps=3, update_epochs=5, num_minibatches=1)
     macs = 9_342_976 + 512 * (6 + 1)
     inference, row = (3 + 1) * 2 * 2 * macs, 2 * (3 * macs - 3_276_800)
     assert pong_torch.rollout_flop(config, 6) == inference + 5 * 3 * 2 * row
@@ -129,3 +131,41 @@ def test_without_torch_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "pip install torch" in line
     assert not out.exists()
+
+
+# Comparing
+
+
+def test_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(same_bits, "CASES", [("dqn", {}), ("sac", {"alpha": 0.2})])
+    seen = []
+
+    def bits_of_run(algo: str, fields: dict) -> list[str]:
+        seen.append((algo, fields))
+        return [f"500 losses/td_loss {(fields['seed'] / 3).hex()}", digest]
+
+    monkeypatch.setattr(same_bits, "bits_of_run", bits_of_run)
+    file, digest = str(tmp_path / "before.json"), "abc"
+    assert same_bits.main(same_bits.Options(out=file, num_seeds=2)) == 0
+    expected = [("dqn", {}), ("dqn", {}), ("sac", {"alpha": 0.2}), ("sac", {"alpha": 0.2})]
+    assert seen == [(algo, x | {"seed": i % 2 + 1}) for i, (algo, x) in enumerate(expected)]
+    assert same_bits.main(same_bits.Options(against=file, num_seeds=2)) == 0
+    assert capsys.readouterr().out.count(": 0 of 2 differ") == 4
+    digest = "abd"
+    assert same_bits.main(same_bits.Options(against=file, num_seeds=1, algos=("sac",))) == 1
+    assert capsys.readouterr().out == "sac case 1 seed 1: 1 of 2 differ, the first abd\n"
+    # A seed that was not written before differs whole.
+    assert same_bits.main(same_bits.Options(against=file, num_seeds=3, algos=("dqn",))) == 1
+
+
+def test_the_bits_of_a_run_are_those_of_its_seed() -> None:
+    fields: dict[str, Any] = same_bits.CARTPOLE | {
+        "total_timesteps": 400,
+        "log_frequency": 200,
+        "learning_starts": 100,
+    }
+    runs = [same_bits.bits_of_run("dqn", fields | {"seed": seed}) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    assert len(runs[0][-1]) == 64 and not any("SPS" in line for line in runs[0])
+    names = {line.split()[1] for line in runs[0][:-1]}
+    assert {"losses/td_loss", "losses/q_values", "charts/updates", "charts/epsilon"} <= names

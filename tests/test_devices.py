@@ -15,7 +15,7 @@ FOUR = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 TRAIN = """
 import importlib, json, sys
 import jax, numpy as np
-from common.devices import shard_over_devices
+from common.run.devices import shard_over_devices
 
 module = importlib.import_module(sys.argv[1])
 options = dict(learning_starts=200) if sys.argv[1] == "algos.dqn" else {}
@@ -25,8 +25,8 @@ def train(num_devices):
     trainer = module.Trainer(config)
     if num_devices > 1:
         shard_over_devices(trainer, num_devices)
-    trainer.state, metrics = trainer._run(trainer.state, int(sys.argv[2]))
-    return trainer, float(metrics["updates"])
+    trainer.state, metrics = trainer.compiled_run(trainer.state, int(sys.argv[2]))
+    return trainer, float(metrics["charts/updates"])
 
 alone, updates = train(1)
 together, _ = train(4)
@@ -79,7 +79,7 @@ def test_a_run_on_two_devices(tmp_path):
         ((*GYMNAX, "--num-devices", 3), "does not divide --num-envs 4"),
         ((*GYMNAX, "--num-devices", 4), "is more than the 1 devices that JAX finds"),
         ((*GYMNAX, "--num-devices", 2, "--num-seeds", 2), "cannot go together"),
-        ((*GYMNAX, "--num-devices", 0), "--num-devices must be 1 or more, got 0"),
+        ((*GYMNAX, "--num-devices", 0), "--num-devices must be above 0, got 0"),
     ],
 )
 def test_bad_numbers_of_devices(flags, line, tmp_path):

@@ -1,5 +1,6 @@
 """Distributions against scipy, closed forms and integrals; the head of a policy."""
 
+import math
 from functools import partial
 
 import jax
@@ -10,7 +11,14 @@ from flax import nnx
 from gymnasium import spaces
 from scipy import integrate, special, stats
 
-from common.distributions import Categorical, MultiCategorical, Normal, PolicyHead, TanhNormal
+from common.distributions import (
+    Categorical,
+    MultiCategorical,
+    Normal,
+    PolicyHead,
+    TanhNormal,
+    standard_normals,
+)
 
 NUM_SAMPLES = 20_000
 INSIDE = np.nextafter(np.float32(1), np.float32(0))  # the closest float inside the bounds
@@ -58,6 +66,35 @@ def test_categorical_by_hand():
     log_probs = call("log_prob", policy, jnp.arange(3))
     np.testing.assert_allclose(log_probs, np.log([1 / 8, 2 / 8, 5 / 8]), rtol=1e-5)
     assert np.isclose(call("entropy", Categorical(jnp.full(7, 9.0))), np.log(7))
+
+
+def test_sums_over_actions_leave_out_those_of_probability_0():
+    policy = Categorical(jnp.array([math.log(3), 0.0, -jnp.inf]))
+    np.testing.assert_allclose(policy.probs(), [3 / 4, 1 / 4, 0], rtol=1e-6)
+    np.testing.assert_allclose(policy.log_probs(), [math.log(3 / 4), math.log(1 / 4), 0], rtol=1e-6)
+
+    def entropy(logits):
+        policy = Categorical(logits)
+        return -(policy.probs() * policy.log_probs()).sum()
+
+    value, gradient = jax.value_and_grad(entropy)(policy.logits)
+    np.testing.assert_allclose(value, policy.entropy(), rtol=1e-6)
+    expected = jax.grad(lambda logits: Categorical(logits).entropy())(policy.logits)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_standard_normals():
+    noise = np.asarray(standard_normals(jax.random.key(0), 3, (2_000, 2)))
+    assert noise.shape == (3, 2_000, 2)
+    columns = noise.transpose(0, 2, 1).reshape(6, 2_000)
+    for number, column in enumerate(columns):
+        assert stats.kstest(column, "norm").pvalue > 1e-3
+        for other in columns[:number]:
+            assert stats.pearsonr(column, other).pvalue > 1e-3
+    again = standard_normals(jax.random.key(0), 3, (2_000, 2))
+    np.testing.assert_array_equal(noise, again)
+    assert not np.array_equal(noise, standard_normals(jax.random.key(1), 3, (2_000, 2)))
 
 
 def test_categorical_samples():

@@ -186,7 +186,7 @@ def test_log_data():
     assert [d["sample_step"] for d in log_data[::2]] == [504, 1008, 1512, 2000]
     assert {"charts/episodic_return", "charts/SPS", "charts/epsilon"} <= set(log_data[0]["logs"])
     assert {"losses/td_loss", "losses/q_values"} <= set(log_data[1]["logs"])
-    evaluation = trainer._run_evaluate(3)
+    evaluation = trainer.evaluate(3)
     assert evaluation["log_type"] == "evaluate"
     assert evaluation["sample_step"] == 2_000
 
@@ -239,4 +239,4 @@ def test_learns_cartpole(seed):
     for _ in trainer():
         pass
     # 8 seeds gave 133 to 500; no bootstrap, argmin for max, and a wrong sign gave 10 to 26.
-    assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 100
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 100

@@ -15,8 +15,9 @@ from run_helpers import SHORT, finished_run, run_alone, run_here
 from toy_envs import EchoEnv
 
 from algos.dqn import Config, Trainer
-from common.checkpoint import Checkpoints
 from common.errors import UserError
+
+from common.run.checkpoint import Checkpoints
 
 # name: (flags, what the line must hold)
 BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
@@ -40,12 +41,12 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "learning_rate inf": ("--learning-rate inf", ["--learning-rate", "finite number", "inf"]),
     "learning_rate 0": ("--learning-rate 0", ["--learning-rate must be above 0, got 0"]),
     "learning_rate -1": ("--learning-rate -1", ["--learning-rate must be above 0, got -1"]),
-    "gamma 1.5": ("--gamma 1.5", ["--gamma must lie between 0 and 1, got 1.5"]),
+    "gamma 1.5": ("--gamma 1.5", ["--gamma must be between 0 and 1, got 1.5"]),
     "gamma nan": ("--gamma nan", ["--gamma", "finite number", "nan"]),
-    "tau -0.1": ("--tau -0.1", ["--tau must lie between 0 and 1, got -0.1"]),
+    "tau -0.1": ("--tau -0.1", ["--tau must be between 0 and 1, got -0.1"]),
     "tau inf": ("--tau inf", ["--tau", "finite number", "inf"]),
-    "start_epsilon": ("--start-epsilon 2", ["--start-epsilon must lie between 0 and 1, got 2"]),
-    "end_epsilon": ("--end-epsilon -1", ["--end-epsilon must lie between 0 and 1, got -1"]),
+    "start_epsilon": ("--start-epsilon 2", ["--start-epsilon must be between 0 and 1, got 2"]),
+    "end_epsilon": ("--end-epsilon -1", ["--end-epsilon must be between 0 and 1, got -1"]),
     "evaluation_epsilon": ("--evaluation-epsilon nan", ["--evaluation-epsilon", "finite"]),
     "exploration_fraction": ("--exploration-fraction 1.1", ["between 0 and 1, got 1.1"]),
     "batch_size 0": ("--batch-size 0", ["--batch-size must be above 0, got 0"]),
@@ -86,9 +87,9 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
         "--frame-stack 3",
         ["--frame-stack 3", "(4,)", "use --frame-stack 1"],
     ),
-    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be 1 or more, got 0"]),
+    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be above 0, got 0"]),
     "eval_frequency -1": ("--eval-frequency -1", ["--eval-frequency must be 0 or more, got -1"]),
-    "keep_checkpoints 0": ("--keep-checkpoints 0", ["--keep-checkpoints must be 1 or more"]),
+    "keep_checkpoints 0": ("--keep-checkpoints 0", ["--keep-checkpoints must be above 0"]),
     "checkpoint_frequency -1": (
         "--checkpoint-frequency -1",
         ["--checkpoint-frequency must be 0 or more, got -1"],
@@ -112,9 +113,9 @@ BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
     "gae_lambda 1.5": (
         "ppo",
         "--gae-lambda 1.5",
-        ["--gae-lambda must lie between 0 and 1, got 1.5"],
+        ["--gae-lambda must be between 0 and 1, got 1.5"],
     ),
-    "gae_lambda -1": ("a2c", "--gae-lambda -1", ["--gae-lambda must lie between 0 and 1, got -1"]),
+    "gae_lambda -1": ("a2c", "--gae-lambda -1", ["--gae-lambda must be between 0 and 1, got -1"]),
     "target_kl 0": ("ppo", "--target-kl 0", ["--target-kl must be above 0, got 0"]),
     "target_kl text": ("ppo", "--target-kl x", ["--target-kl takes a number", "'x'"]),
     "entropy_coef": ("ppo", "--entropy-coef -0.1", ["--entropy-coef must be 0 or more, got -0.1"]),
@@ -145,7 +146,7 @@ BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
     "core_size 0": ("ppo_rnn", "--core-size 0", ["--core-size must be above 0, got 0"]),
     "core of a feed-forward": ("ppo", "--core lstm", ["'--core'", "--help"]),
     "clip_coef of a2c": ("a2c", "--clip-coef 0.2", ["'--clip-coef'", "--help"]),
-    "preset": ("ppo_rnn", "--preset mujoco", ["--preset 'mujoco'", "auto, classic, atari"]),
+    "preset": ("ppo_rnn", "--preset big", ["--preset 'big'", "auto, classic, mujoco, atari"]),
     "text actions": (
         "ppo",
         "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=space",
@@ -206,21 +207,25 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
     "target_entropy 2": (
         "sac_discrete",
         "--target-entropy 2",
-        ["--target-entropy must lie between 0 and 1, got 2"],
+        ["--target-entropy must be between 0 and 1, got 2"],
     ),
-    "num_cores 0": ("sac", "--num-cores 0", ["--num-cores must be 1 or more, got 0"]),
+    "num_cores 0": ("sac", "--num-cores 0", ["--num-cores must be above 0, got 0"]),
     "noise_correlation 1": (
         "td3",
         "--noise-correlation 1",
-        ["--noise-correlation must be below 1"],
+        ["--noise-correlation must be 0 or more and below 1, got 1.0"],
     ),
     "updates_per_step nan": ("td3", "--updates-per-step nan", ["--updates-per-step", "finite"]),
     "noise_correlation 1.5": (
         "ddpg",
         "--noise-correlation 1.5",
-        ["--noise-correlation must lie between 0 and 1, got 1.5"],
+        ["--noise-correlation must be 0 or more and below 1, got 1.5"],
     ),
-    "noise_correlation -1": ("sac", "--noise-correlation -0.5", ["between 0 and 1, got -0.5"]),
+    "noise_correlation -1": (
+        "sac",
+        "--noise-correlation -0.5",
+        ["must be 0 or more and below 1, got -0.5"],
+    ),
     "policy_frequency 0": (
         "td3",
         "--policy-frequency 0",
@@ -235,7 +240,7 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
     ),
     "alpha 0": ("sac", "--alpha 0", ["--alpha must be above 0, got 0"]),
     "alpha nan": ("sac_discrete", "--alpha nan", ["--alpha", "finite number", "nan"]),
-    "tau 2": ("sac", "--tau 2", ["--tau must lie between 0 and 1, got 2"]),
+    "tau 2": ("sac", "--tau 2", ["--tau must be between 0 and 1, got 2"]),
     "learning_starts 1": ("td3", "--learning-starts 1", ["--learning-starts 1", "at least 2"]),
     "policy_frequency of sac": ("sac", "--policy-frequency 2", ["'--policy-frequency'", "--help"]),
 }
@@ -403,7 +408,7 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
     "choice": ('{"env_backend": "gym"}', ["'gym'", "auto, envpool, gymnasium, jax"]),
     "text for a list": ('{"env_kwargs": "a=1"}', ["'env_kwargs'", "'a=1'", "a list"]),
     "NaN": ('{"gamma": NaN}', ["--gamma", "nan"]),
-    "range": ('{"tau": 2}', ["--tau must lie between 0 and 1, got 2"]),
+    "range": ('{"tau": 2}', ["--tau must be between 0 and 1, got 2"]),
     "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, atari"]),
 }
 

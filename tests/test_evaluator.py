@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from toy_envs import GO_ON, TERMINATE, LengthEnv, env_config
 
-import common.evaluator
 from common.envs import make_env
 from common.errors import UserError
-from common.evaluator import Evaluator, evaluator
+from common.networks import Memory
+
+import common.run.evaluator
+from common.run.evaluator import Evaluator, evaluator
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -25,7 +27,7 @@ def first_action(learner: Any, obs: Any, key: Any) -> Any:
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> Evaluator:
     """Up to three environments; the i-th has episodes of i steps, the j-th returns 100 j + i."""
-    monkeypatch.setattr(common.evaluator, "MAX_ENVS", 3)
+    monkeypatch.setattr(common.run.evaluator, "MAX_ENVS", 3)
     monkeypatch.setattr(LengthEnv, "made", 0)
     return Evaluator(env_config("ToyLength-v0"), first_action)
 
@@ -132,7 +134,7 @@ def test_act(remembers: bool) -> None:
     play = Evaluator(env_config("ToyCount-v0"), predict, initial_core)
     core = jnp.array([4.0, 5.0]) if remembers else ()
     obs, valid = jnp.array([10.0, 20.0]), jnp.array([True, False])
-    action, core = play.act(jnp.float32(100), obs, jax.random.key(0), (core, valid))
+    action, core = play.act(jnp.float32(100), obs, jax.random.key(0), Memory(core, valid))
     if remembers:
         assert action.tolist() == [114, 125] and core.tolist() == [5, 0]
     else:
@@ -193,7 +195,7 @@ def test_evaluation_plays_full_atari_games_for_raw_rewards() -> None:
 
 
 def test_an_episode_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 50)
+    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 50)
     with pytest.raises(UserError) as caught:
         Evaluator(env_config("ToyCount-v0"), first_action)({}, 0, 4)
     assert str(caught.value) == (
@@ -203,9 +205,9 @@ def test_an_episode_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_episodes_may_be_as_long_as_the_limit(monkeypatch: Any, lengths: Evaluator) -> None:
-    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 3)
+    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 3)
     assert results(lengths({}, 0, 6))[2] == 2
-    monkeypatch.setattr(common.evaluator, "MAX_EPISODE_STEPS", 2)
+    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 2)
     with pytest.raises(UserError, match="did not end within 2 steps"):
         Evaluator(env_config("ToyLength-v0"), first_action)({}, 0, 6)
 
@@ -238,7 +240,7 @@ def test_evaluator_decorator(first_step: int, frequency: int, expected: list) ->
         assert num_episodes == 7
         return {"log_type": "evaluate", "sample_step": trainer.state.step, "logs": {}}
 
-    trainer = SimpleNamespace(state=SimpleNamespace(step=first_step), _run_evaluate=run_evaluate)
+    trainer = SimpleNamespace(state=SimpleNamespace(step=first_step), evaluate=run_evaluate)
     seen = [
         f"e{log['sample_step']}" if log["log_type"] == "evaluate" else log["sample_step"]
         for log in evaluator(frequency, 7)(call)(trainer)

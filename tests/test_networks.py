@@ -11,7 +11,8 @@ from flax import nnx
 from gymnasium import spaces
 from jax import lax
 
-from common.networks import FEW, MLP, Conv, Encoder, NatureCNN, Network, is_image
+from common.cpu_gradients import FEW
+from common.networks import MLP, Conv, Encoder, NatureCNN, Network, is_image
 
 
 def image_space(*shape: int, high: int = 255) -> spaces.Box:
@@ -401,7 +402,7 @@ def test_network_is_three_linear_layers(name: str, way: str) -> None:
 
 
 def test_network_of_images_and_sizes() -> None:
-    network = nnx.eval_shape(lambda: Network(image_space(4, 84, 84), 0, 6, nnx.Rngs(0)))
+    network = nnx.eval_shape(lambda: Network(image_space(4, 84, 84), 0, 6, nnx.Rngs(0), (256, 256)))
     assert network.first.kernel.shape == (512, 256) and network.second.kernel.shape == (256, 256)
     assert network.head.kernel.shape == (256, 6)
     outputs = nnx.eval_shape(lambda net, x: net(x), network, jnp.zeros((2, 4, 84, 84), jnp.uint8))

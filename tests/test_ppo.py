@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import rlax
 from gymnasium import spaces
+from rollouts import rollout_collector
 from toy_envs import EchoEnv, NonsenseEnv, TimerJaxEnv, use_env
 
 from algos import ppo
@@ -21,7 +23,7 @@ from common import load
 from common.distributions import Categorical
 from common.normalize import init_stats, normalize
 from common.replay import Transition
-from common.rollout import Batch, collect_rollout, shuffled_rows, take_minibatch
+from common.rollout import RolloutBatch, shuffled_rows, take_minibatch
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -59,7 +61,8 @@ def hand_algorithm(**options) -> Algorithm:
 
 # π = [¾, ¼] and V = 1 where obs = [1, 0]; π = [½, ½] and V = 2 where obs = [0, 1]
 PARAMS = {"w": jnp.array([[math.log(3), 0.0], [0.0, 0.0]]), "v": jnp.array([1.0, 2.0])}
-HAND_BATCH = Batch(
+LOSSES = {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"}
+HAND_BATCH = RolloutBatch(
     obs=jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
     action=jnp.array([0, 1, 1]),
     log_prob=jnp.log(jnp.array([1 / 2, 5 / 9, 1 / 3])),  # ratios 3/2 and 9/10
@@ -68,7 +71,7 @@ HAND_BATCH = Batch(
     returns=jnp.array([3.0, 2.5, 6.0]),
     weight=jnp.array([1.5, 1.5, 0.0]),
 )
-NONSENSE_ROW = Batch(
+NONSENSE_ROW = RolloutBatch(
     obs=HAND_BATCH.obs.at[2].set(jnp.array([-70.0, 1e3])),
     action=HAND_BATCH.action.at[2].set(0),
     log_prob=HAND_BATCH.log_prob.at[2].set(-9.0),
@@ -79,9 +82,9 @@ NONSENSE_ROW = Batch(
 )
 
 
-def batch_of(**fields) -> Batch:
-    """A Batch of rows of equal weight that holds only what one loss reads."""
-    empty = Batch(*[None] * 6, weight=jnp.ones(len(next(iter(fields.values())))))
+def batch_of(**fields) -> RolloutBatch:
+    """A RolloutBatch of rows of equal weight that holds only what one loss reads."""
+    empty = RolloutBatch(*[None] * 6, weight=jnp.ones(len(next(iter(fields.values())))))
     return empty._replace(**{name: jnp.asarray(x) for name, x in fields.items()})
 
 
@@ -140,7 +143,7 @@ def test_value_loss_by_hand(clip, errors, slope):
 
 def test_loss_by_hand():
     algorithm = hand_algorithm(normalize_advantages=False, entropy_coef=0.1, value_coef=0.25)
-    loss, metrics = jax.jit(algorithm.loss_fn)(PARAMS, HAND_BATCH)
+    loss, (approx_kl, metrics) = jax.jit(algorithm.loss_fn)(PARAMS, HAND_BATCH)
     entropy = (-3 / 4 * math.log(3 / 4) - 1 / 4 * math.log(1 / 4) + math.log(2)) / 2
     expected = {
         "policy_loss": -(2 * 1.2 - 0.9) / 2,
@@ -149,7 +152,7 @@ def test_loss_by_hand():
         "approx_kl": (1.5 - 1 - math.log(1.5) + 0.9 - 1 - math.log(0.9)) / 2,
         "clip_fraction": 0.5,
     }
-    assert set(metrics) == set(expected) == set(ppo.LOSSES)
+    assert set(metrics) == set(expected) == LOSSES and approx_kl == metrics["approx_kl"]
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
     total = expected["policy_loss"] + 0.25 * expected["value_loss"] - 0.1 * entropy
@@ -216,7 +219,7 @@ def collect(trainer, rollouts=1):
     Returns:
         the state after the last of them, that rollout, and what `prepare` makes of it.
     """
-    run, prepare = jax.jit(partial(collect_rollout, trainer)), jax.jit(trainer.agent.prepare)
+    run, prepare = rollout_collector(trainer), jax.jit(trainer.agent.prepare)
     learner = trainer.state.learner
     params = jax.tree.map(jnp.copy, learner.params)
     head = params["policy_head"]["linear"]
@@ -263,16 +266,16 @@ def test_a_batch_is_what_summing_the_rewards_gives(trainer, collected):
 
 def assert_the_policy_is_unchanged_on_the_first_minibatch(trainer, collected):
     _, _, learner, batch = collected
-    rows = shuffled_rows(jax.random.key(0), trainer.config, len(batch.weight))
-    assert rows.shape == (4, 64)
-    minibatch = take_minibatch(batch, rows[0])
+    rows = shuffled_rows(jax.random.key(0), 2, 2, len(batch.weight))
+    assert rows.shape == (2, 2, 64)
+    minibatch = take_minibatch(batch, rows[0, 0])
     distribution, value = jax.jit(trainer.algorithm.predict)(learner.params, minibatch.obs)
     log_prob = distribution.log_prob(minibatch.action)
     assert np.std(log_prob) > 0.05
     np.testing.assert_allclose(jnp.exp(log_prob - minibatch.log_prob), 1.0, atol=1e-6)
     np.testing.assert_allclose(value, minibatch.value, rtol=1e-6, atol=1e-6)
-    _, metrics = jax.jit(trainer.algorithm.loss_fn)(learner.params, minibatch)
-    assert abs(metrics["approx_kl"]) <= 1e-6 and metrics["clip_fraction"] == 0
+    _, (approx_kl, metrics) = jax.jit(trainer.algorithm.loss_fn)(learner.params, minibatch)
+    assert abs(approx_kl) <= 1e-6 and metrics["clip_fraction"] == 0
 
 
 def test_the_policy_is_unchanged_on_the_first_minibatch(trainer, collected):
@@ -315,9 +318,9 @@ def test_gradient_steps_by_hand():
             mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
             step = mean / (1 - 0.9**t) / (np.sqrt(square / (1 - 0.999**t)) + 1e-5)
             before = flat(state.params)
-            state, metrics = learn(state, scaled)
+            state, _, metrics = learn(state, scaled)
             np.testing.assert_allclose(flat(state.params), before - 2.5e-4 * step, atol=2e-7)
-        assert np.abs(step).max() > 0.5 and set(metrics) == set(ppo.LOSSES)
+        assert np.abs(step).max() > 0.5 and set(metrics) == LOSSES
 
 
 @pytest.mark.parametrize("anneal", [True, False])
@@ -332,6 +335,76 @@ def test_step_size_falls_to_0_over_the_updates_of_the_run(anneal):
         steps.append(-change["x"][0])
     expected = 0.1 * (1 - anneal * np.arange(12) / 12)
     np.testing.assert_allclose(steps, expected, rtol=1e-3)
+
+
+# --- The epochs -----------------------------------------------------------------------------------
+
+
+def learn(learner, minibatch):
+    """Write down which rows came, at the place of this update; the KL divergence is the first."""
+    count, seen = learner
+    approx_kl = minibatch.value[0]
+    metrics = {"approx_kl": approx_kl, "loss": minibatch.weight.sum()}
+    return (count + 1, seen.at[count].set(minibatch.value)), approx_kl, metrics
+
+
+def learned(value, rows, monkeypatch, target_kl=None, **before):
+    """The updates that `Trainer._run_train` makes of rows [K, M, B], and its metrics."""
+    rows = jnp.asarray(rows)
+    epochs, minibatches, size = rows.shape
+    value = jnp.float32(value)
+    batch = batch_of(value=value)._replace(
+        **dict.fromkeys(("obs", "action", "log_prob", "advantages", "returns"), value)
+    )
+    trainer = object.__new__(Trainer)
+    trainer.config = SimpleNamespace(
+        update_epochs=epochs, num_minibatches=minibatches, target_kl=target_kl
+    )
+    trainer.agent = SimpleNamespace(learn=learn, prepare=lambda learner, *_: (learner, batch))
+    monkeypatch.setattr(ppo, "shuffled_rows", lambda *_: rows)
+    learner = jnp.int32(0), jnp.full((epochs * minibatches, size), -1.0)
+    metrics = {"approx_kl": 0.0, "loss": 0.0, "charts/updates": 0.0} | before
+    metrics = {name: jnp.float32(x) for name, x in metrics.items()}
+    env = SimpleNamespace(obs=())
+    state = ppo.TrainState(learner, env, jax.random.key(0), jnp.int32(0))
+    state, metrics = trainer._run_train(state, metrics, ())
+    count, seen = state.learner
+    return int(count), seen, {name: float(x) for name, x in metrics.items()}
+
+
+def test_every_epoch_learns_from_each_minibatch(monkeypatch):
+    rows = np.array([[[2, 0], [1, 3]], [[3, 2], [0, 1]], [[1, 0], [2, 3]]])
+    count, seen, metrics = learned([1, 2, 4, 8], rows, monkeypatch)
+    assert count == 6
+    assert seen.tolist() == [[4, 1], [2, 8], [8, 4], [1, 2], [2, 1], [4, 8]]
+    assert metrics == {"approx_kl": 4 + 2 + 8 + 1 + 2 + 4, "loss": 12, "charts/updates": 6}
+
+
+def test_metrics_are_added_to_those_before(monkeypatch):
+    rows, before = np.array([[[2, 0], [1, 3]]]), {"loss": 100.0, "charts/updates": 7.0}
+    _, _, metrics = learned([1, 2, 4, 8], rows, monkeypatch, approx_kl=0.5, **before)
+    assert metrics == {"approx_kl": 0.5 + 4 + 2, "loss": 104, "charts/updates": 9}
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("target_kl", "updates"), [(None, 4), (0.1, 1), (0.25, 2), (0.5, 3), (0.75, 3), (1.0, 4)]
+)
+def test_target_kl_stops_after_the_first_minibatch_above_it(
+    target_kl, updates, minibatches, monkeypatch
+):
+    divergence = [0.25, 0.5, 1.0, 0.125]
+    rows = np.arange(4).reshape(-1, minibatches, 1)
+    count, seen, metrics = learned(divergence, rows, monkeypatch, target_kl, approx_kl=5.0)
+    assert count == metrics["charts/updates"] == metrics["loss"] == updates
+    assert seen[:, 0].tolist() == divergence[:updates] + [-1] * (4 - updates)
+    assert metrics["approx_kl"] == 5 + sum(divergence[:updates])
+
+
+def test_a_kl_divergence_that_is_not_a_number_does_not_end_the_updates_in_silence(monkeypatch):
+    rows = np.arange(4).reshape(2, 2, 1)
+    count, _, metrics = learned([0.25, math.nan, 0.25, 0.25], rows, monkeypatch, target_kl=0.5)
+    assert count == 4 and math.isnan(metrics["approx_kl"])
 
 
 # --- Counting -------------------------------------------------------------------------------------
@@ -363,7 +436,7 @@ def test_updates_are_what_the_steps_imply(changes, points, updates, monkeypatch)
         updates[1:], learners, learners[1:], logs[1:], strict=False
     ):
         if updates_before:
-            assert {f"losses/{name}" for name in ppo.LOSSES} < set(log)
+            assert {f"losses/{name}" for name in LOSSES} < set(log)
             assert (before.params["value_head"]["bias"] != after.params["value_head"]["bias"]).all()
         else:  # a rollout that the end of the run cuts is not learned from
             leaves_equal(before, after)
@@ -380,10 +453,10 @@ def test_stopping_early_closes_the_environments(monkeypatch):
     trainer = Trainer(SMALL)
 
     def run(state, num_iterations):
-        return state._replace(step=state.step + 128 * num_iterations), {"updates": 0.0}
+        return state._replace(step=state.step + 128 * num_iterations), {"charts/updates": 0.0}
 
     closed = mock.Mock()
-    monkeypatch.setattr(trainer, "_run", run)
+    monkeypatch.setattr(trainer, "compiled_run", run)
     monkeypatch.setattr(trainer.env, "close", closed)
     training = trainer()
     assert next(training)["sample_step"] == 128
@@ -402,7 +475,7 @@ def test_rows_without_a_transition_teach_nothing():
     @jax.jit
     def train(nonsense):
         trainer.env.nonsense = nonsense
-        state, metrics = trainer._run_iterations(trainer.state, 3)
+        state, metrics = trainer.run_iterations(trainer.state, 3)
         return state.learner, metrics
 
     leaves_equal(train(1.5), train(-1e4))
@@ -454,7 +527,7 @@ def test_action_spaces_and_dict_observations(name, monkeypatch):
         np.testing.assert_allclose(played, middle + half * np.clip(sampled, -1, 1), rtol=1e-5)
         assert (played == space.low).any() and (played == space.high).any()
         assert np.abs(sampled).max() > 1.5
-    learner, metrics = jax.jit(trainer.agent.learn)(learner, batch)
+    learner, _, metrics = jax.jit(trainer.agent.learn)(learner, batch)
     assert np.isfinite(jax.tree.leaves(metrics)).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(learner.params))
 
@@ -502,7 +575,7 @@ def test_statistics_count_valid_rows_and_change_once_a_rollout():
 def test_evaluation_changes_nothing():
     trainer = Trainer(replace(SMALL, normalize_obs=True, normalize_reward=True))
     before = jax.tree.map(jnp.copy, trainer.state._replace(key=()))
-    assert trainer._run_evaluate(2)["logs"]["charts/evaluation_length"] <= 16
+    assert trainer.evaluate(2)["logs"]["charts/evaluation_length"] <= 16
     keys = (before.env.inner.key, trainer.state.env.inner.key)
     leaves_equal(*map(jax.random.key_data, keys))
     leaves_equal(before.learner, trainer.state.learner)
@@ -511,7 +584,7 @@ def test_evaluation_changes_nothing():
 def test_a_saved_policy_sees_through_its_statistics(tmp_path):
     flags = "--normalize-obs --total-timesteps 2048 --num-steps 64 --learning-rate 1e-2"
     argv = ["ppo", *flags.split(), "--eval-episodes", "2", "--runs-dir", str(tmp_path)]
-    with mock.patch.object(sys, "argv", argv), mock.patch("common.threads.use_cores"):
+    with mock.patch.object(sys, "argv", argv), mock.patch("common.run.threads.use_cores"):
         with pytest.raises(SystemExit) as stopped:
             ppo.run(Trainer, Config, PRESETS)
         assert stopped.value.code == 0
@@ -545,4 +618,4 @@ def test_learns_cartpole(seed):
     trainer = Trainer(replace(config, learning_rate=2e-3, log_frequency=102_400))
     for _ in trainer():
         pass
-    assert trainer._run_evaluate(20)["logs"]["charts/evaluation_return"] >= 475
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 475

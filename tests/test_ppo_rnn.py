@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from rollouts import rollout_collector
 from toy_envs import NonsenseEnv
 
 from algos import ppo, ppo_rnn
 from algos.ppo_rnn import Algorithm, Config, Trainer
 from common.distributions import Categorical
 from common.errors import UserError
-from common.rollout import Batch, collect_rollout, shuffled_rows, take_minibatch
+from common.networks import Memory
+from common.rollout import RolloutBatch, shuffled_rows, take_minibatch
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -93,14 +95,14 @@ def with_large_logits(state):
 
 def collect(trainer):
     """The second of two rollouts by a policy with large logits, and what `prepare` makes of it."""
-    run, prepare = jax.jit(partial(collect_rollout, trainer)), jax.jit(trainer.agent.prepare)
+    run, prepare = rollout_collector(trainer), jax.jit(trainer.agent.prepare)
     state = with_large_logits(trainer.state)
     for _ in range(2):
         first = state
         state, rollout, is_complete = run(first)
         assert is_complete
-        last = state.env.obs, state.core, ~state.env.ended
-        learner, batch = prepare(first.learner, rollout, last, first.core)
+        last = Memory(state.core, ~state.env.ended)
+        learner, batch = prepare(first.learner, rollout, state.env.obs, last, first.core)
         state = state._replace(learner=learner)
     assert not rollout.valid.all()
     return SimpleNamespace(trainer=trainer, first=first, last=state, rollout=rollout, batch=batch)
@@ -116,9 +118,9 @@ def collected(request):
 
 def assert_the_policy_is_unchanged_on_the_first_minibatch(collected):
     trainer, params, batch = collected.trainer, collected.first.learner.params, collected.batch
-    rows = shuffled_rows(jax.random.key(0), trainer.config, len(batch.weight))
-    assert rows.shape == (4, 2)
-    minibatch = take_minibatch(batch, rows[0])
+    rows = shuffled_rows(jax.random.key(0), 2, 2, len(batch.weight))
+    assert rows.shape == (2, 2, 2)
+    minibatch = take_minibatch(batch, rows[0, 0])
     assert not (minibatch.weight > 0).all()
     distribution, value, _ = jax.jit(trainer.algorithm.predict)(
         params, minibatch.obs, minibatch.core, minibatch.weight > 0
@@ -127,8 +129,8 @@ def assert_the_policy_is_unchanged_on_the_first_minibatch(collected):
     assert np.std(log_prob) > 0.05 and np.std(value) > 0.01
     np.testing.assert_allclose(jnp.exp(log_prob - minibatch.log_prob), 1.0, atol=1e-6)
     np.testing.assert_allclose(value, minibatch.value, atol=1e-6)
-    _, metrics = jax.jit(trainer.algorithm.loss_fn)(params, minibatch)
-    assert abs(metrics["approx_kl"]) <= 1e-6 and metrics["clip_fraction"] == 0
+    _, (approx_kl, metrics) = jax.jit(trainer.algorithm.loss_fn)(params, minibatch)
+    assert abs(approx_kl) <= 1e-6 and metrics["clip_fraction"] == 0
 
 
 def test_the_policy_is_unchanged_on_the_first_minibatch(collected):
@@ -178,18 +180,18 @@ def test_the_policy_is_unchanged_at_the_first_update_of_every_rollout():
     # With one minibatch a rollout there are no other updates.
     options = dict(update_epochs=1, num_minibatches=1, learning_rate=1e-2)
     trainer = Trainer(replace(SMALL, **options))
-    run = jax.jit(lambda state: trainer._run_iterations(state, 3)[1])
+    run = jax.jit(lambda state: trainer.run_iterations(state, 3)[1])
     metrics = run(with_large_logits(trainer.state))
-    assert metrics["updates"] == 3 and metrics["clip_fraction"] == 0
+    assert metrics["charts/updates"] == 3 and metrics["clip_fraction"] == 0
     assert abs(metrics["approx_kl"]) <= 1e-6
 
 
 def test_minibatches_are_sequences_of_whole_environments(collected, monkeypatch):
     trainer, rollout, batch = collected.trainer, collected.rollout, collected.batch
-    rows = np.asarray(shuffled_rows(jax.random.key(0), trainer.config, 4))
-    assert sorted(rows[:2].ravel()) == sorted(rows[2:].ravel()) == [0, 1, 2, 3]
-    minibatch = take_minibatch(batch, rows[0])
-    lanes = rows[0]
+    rows = np.asarray(shuffled_rows(jax.random.key(0), 2, 2, 4))
+    assert sorted(rows[0].ravel()) == sorted(rows[1].ravel()) == [0, 1, 2, 3]
+    minibatch = take_minibatch(batch, rows[0, 0])
+    lanes = rows[0, 0]
     np.testing.assert_array_equal(minibatch.action, rollout.action[:, lanes].T)
     np.testing.assert_array_equal(minibatch.log_prob, rollout.extras[0][:, lanes].T)
     leaves_equal(minibatch.core, jax.tree.map(lambda x: x[lanes], collected.first.core))
@@ -197,10 +199,10 @@ def test_minibatches_are_sequences_of_whole_environments(collected, monkeypatch)
 
     def learn(learner, minibatch):
         seen.append(jax.tree.map(jnp.shape, minibatch))
-        return learner, dict.fromkeys(ppo_rnn.LOSSES, jnp.zeros(()))
+        return learner, jnp.zeros(()), {}
 
     monkeypatch.setattr(trainer.agent, "learn", learn)
-    metrics = dict.fromkeys((*ppo_rnn.LOSSES, "updates"), jnp.zeros(()))
+    metrics = {"charts/updates": jnp.zeros(())}
     args = trainer.state, metrics, rollout, trainer.state.core
     jax.eval_shape(trainer._run_train, *args)
     shapes = seen[0]
@@ -215,7 +217,7 @@ def test_rows_without_a_transition_teach_nothing():
     @jax.jit
     def train(nonsense):
         trainer.env.nonsense = nonsense
-        state, metrics = trainer._run_iterations(trainer.state, 3)
+        state, metrics = trainer.run_iterations(trainer.state, 3)
         return state.learner, metrics
 
     leaves_equal(train(1.5), train(-1e4))
@@ -231,7 +233,7 @@ def test_the_loss_is_that_of_ppo_over_the_rows_of_sequences():
     obs, action = np.float32(rng.normal(size=(5, 7, 3))), rng.integers(0, 2, (5, 7))
     valid = rng.random((5, 7)) < 0.7
     weight = np.float32(valid / valid.mean())
-    batch = Batch(obs, action, log_prob / 8 - 0.7, value, advantages, returns, weight)
+    batch = RolloutBatch(obs, action, log_prob / 8 - 0.7, value, advantages, returns, weight)
     params = {"w": np.float32(rng.normal(size=(3, 2))) / 8, "v": np.ones(3, np.float32)}
 
     def predict(params, obs):
@@ -249,9 +251,9 @@ def test_the_loss_is_that_of_ppo_over_the_rows_of_sequences():
 
     rows = jax.tree.map(lambda x: x.reshape(35, *x.shape[2:]), batch)
     batch = batch._replace(core=np.arange(1, 6, dtype=np.float32))
-    (loss, metrics), gradient = learn(Algorithm, predict_sequence, batch)
-    assert set(metrics) == set(ppo_rnn.LOSSES)
-    leaves_close(((loss, metrics), gradient), learn(ppo.Algorithm, predict, rows))
+    (loss, aux), gradient = learn(Algorithm, predict_sequence, batch)
+    leaves_close(((loss, aux), gradient), learn(ppo.Algorithm, predict, rows))
+    _, metrics = aux
     assert 0.1 < metrics["clip_fraction"] < 0.9
 
 
@@ -265,7 +267,7 @@ def test_evaluation_plays_the_most_likely_action_with_memory(collected):
 
     def step(core, row):
         obs, valid = row
-        action, core = agent.predict(learner, obs, jax.random.key(0), (core, valid))
+        action, core = agent.predict(learner, obs, jax.random.key(0), Memory(core, valid))
         return core, action
 
     rows = rollout.obs, rollout.valid
@@ -304,10 +306,9 @@ def test_images_and_parts_of_observations():
 @pytest.mark.parametrize(("num_envs", "num_minibatches"), [(4, 8), (8, 3), (6, 4)])
 def test_minibatches_must_divide_the_environments(num_envs, num_minibatches):
     # All of them divide the rows of the rollout.
-    config = replace(SMALL, num_envs=num_envs, num_steps=24, num_minibatches=num_minibatches)
     words = f"--num-minibatches {num_minibatches} does not divide --num-envs {num_envs}"
     with pytest.raises(UserError, match=words):
-        Trainer(config)
+        replace(SMALL, num_envs=num_envs, num_steps=24, num_minibatches=num_minibatches)
 
 
 # --- Learning -------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def trained_return(module, **options) -> float:
     config = module.Config(**MEMORY, total_timesteps=16_384, learning_rate=3e-3, **options)
     trainer = module.Trainer(config)
     list(trainer())
-    return trainer._run_evaluate(100)["logs"]["charts/evaluation_return"]
+    return trainer.evaluate(100)["logs"]["charts/evaluation_return"]
 
 
 @pytest.mark.learning

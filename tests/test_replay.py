@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.replay import Replay, ReplayState, Transition
+from common.replay import Replay, ReplayState, Transition, interrupt
 
 GAMMA = 0.9
 
@@ -303,7 +303,7 @@ def test_merge_needs_equal_lanes():
 
 
 def test_checkpoint_round_trip(tmp_path):
-    from common.checkpoint import Checkpoints
+    from common.run.checkpoint import Checkpoints
 
     replay = Replay(capacity=9, num_envs=1, gamma=GAMMA, frame_stack=4)
     state = fill(replay, golden_stack_rows())
@@ -315,7 +315,7 @@ def test_checkpoint_round_trip(tmp_path):
 
 
 def test_checkpoint_of_arrays_without_elements(tmp_path):
-    from common.checkpoint import Checkpoints
+    from common.run.checkpoint import Checkpoints
 
     state = {"empty": jnp.zeros((3, 0)), "full": jnp.arange(3), "key": jax.random.key(1)}
     Checkpoints(tmp_path, keep=1).save(5, state, None)
@@ -328,7 +328,7 @@ def test_checkpoint_of_arrays_without_elements(tmp_path):
 def test_interrupt_drops_the_newest_row():
     replay = Replay(capacity=10, num_envs=1, gamma=GAMMA)
     broken = counter_row(1)._replace(reward=jnp.full(1, jnp.nan))
-    state = replay.interrupt(fill(replay, [counter_row(0), broken]))
+    state = interrupt(fill(replay, [counter_row(0), broken]))
     state = replay.add(state, counter_row(2))
     batch = replay.gather(state, jnp.arange(2), jnp.zeros(2, int))
     assert batch.weight.tolist() == [1, 0]

@@ -31,9 +31,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from algos.dqn import Config, Trainer
 from common import load
-from common.checkpoint import Checkpoints, checkpointer, resume
 from common.errors import UserError
-from common.logger import logger, read_metrics
+
+from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.logger import logger, read_metrics
 
 # Imports first, then waits for its flags: the next life warms up while the last one is killed.
 LIFE = """

@@ -1,7 +1,6 @@
 """Rollouts against stepping one by one; minibatches of all rows, each once a pass."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,14 @@ from scipy import stats
 from algos.ppo import Config, Trainer
 from common import rollout as module
 from common.envs.env import NOT_FINITE
-from common.rollout import Batch, collect_rollout, learn_minibatches, take_minibatch
+from common.rollout import RolloutBatch, collect_rollout, take_minibatch
 
 # --- shuffled_rows --------------------------------------------------------------------------------
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def shuffled_rows(key, update_epochs, num_minibatches, size):
-    config = SimpleNamespace(update_epochs=update_epochs, num_minibatches=num_minibatches)
-    return module.shuffled_rows(key, config, size)
+    return module.shuffled_rows(key, update_epochs, num_minibatches, size)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +27,7 @@ def shuffled_rows(key, update_epochs, num_minibatches, size):
 )
 def test_every_pass_is_a_permutation(size, num_minibatches):
     rows = np.asarray(shuffled_rows(jax.random.key(0), 3, num_minibatches, size))
-    assert rows.shape == (3 * num_minibatches, size // num_minibatches)
+    assert rows.shape == (3, num_minibatches, size // num_minibatches)
     assert rows.dtype == np.int32
     passes = rows.reshape(3, size)
     np.testing.assert_array_equal(np.sort(passes, axis=1), [np.arange(size)] * 3)
@@ -46,9 +44,8 @@ def test_every_pass_is_a_permutation(size, num_minibatches):
 def test_every_row_comes_at_every_place_equally_often(size, largest_packed, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_PACKED", largest_packed)
     keys = jax.random.split(jax.random.key(0), 4000)
-    config = SimpleNamespace(update_epochs=2, num_minibatches=1)
-    rows = jax.jit(jax.vmap(lambda key: module.shuffled_rows(key, config, size)))(keys)
-    rows = np.asarray(rows)  # [keys, passes, size]
+    rows = jax.jit(jax.vmap(lambda key: module.shuffled_rows(key, 2, 1, size)))(keys)
+    rows = np.asarray(rows)[:, :, 0]  # [keys, passes, size]
     place = rows.argsort(axis=-1)
     for number in (0, 1, size // 2, size - 1):
         for pass_ in range(2):
@@ -62,14 +59,14 @@ def test_every_row_comes_at_every_place_equally_often(size, largest_packed, monk
     assert stats.chi2_contingency(table).pvalue > 1e-4
 
 
-# --- take_minibatch and learn_minibatches ---------------------------------------------------------
+# --- take_minibatch -------------------------------------------------------------------------------
 
 
 def make_batch(weight, **changes):
     number = jnp.arange(float(len(weight)))
-    fields = dict.fromkeys(Batch._fields, number) | changes
+    fields = dict.fromkeys(RolloutBatch._fields, number) | changes
     obs = {"a": number, "b": jnp.stack([number, -number], axis=1)}
-    return Batch(**fields | {"obs": obs, "weight": jnp.float32(weight)})
+    return RolloutBatch(**fields | {"obs": obs, "weight": jnp.float32(weight)})
 
 
 def test_take_minibatch():
@@ -96,50 +93,6 @@ def test_a_minibatch_without_valid_rows_weighs_nothing():
     assert take_minibatch(batch, jnp.array([0, 2, 4])).weight.tolist() == [0, 0, 0]
 
 
-def learn(learner, minibatch):
-    """Write down which rows came, at the place of this update; the KL divergence is the first."""
-    count, seen = learner
-    metrics = {"approx_kl": minibatch.value[0], "loss": minibatch.weight.sum()}
-    return (count + 1, seen.at[count].set(minibatch.value)), metrics
-
-
-def learned(value, rows, target_kl=None, **before):
-    batch = make_batch([1.0] * len(value), value=jnp.float32(value))
-    learner = jnp.int32(0), jnp.full(rows.shape, -1.0)
-    metrics = {"approx_kl": 0.0, "loss": 0.0, "updates": 0.0} | before
-    metrics = {name: jnp.float32(x) for name, x in metrics.items()}
-    agent, config = SimpleNamespace(learn=learn), SimpleNamespace(target_kl=target_kl)
-    run = jax.jit(partial(learn_minibatches, SimpleNamespace(agent=agent, config=config)))
-    (count, seen), metrics = run(learner, metrics, batch, jnp.asarray(rows))
-    return int(count), seen, {name: float(x) for name, x in metrics.items()}
-
-
-def test_learn_minibatches():
-    rows = np.array([[2, 0], [1, 3], [3, 2]])
-    count, seen, metrics = learned([1, 2, 4, 8], rows)
-    assert count == 3
-    assert seen.tolist() == [[4, 1], [2, 8], [8, 4]]
-    assert metrics == {"approx_kl": 4 + 2 + 8, "loss": 6, "updates": 3}
-
-
-def test_metrics_are_added_to_those_before():
-    rows = np.array([[2, 0], [1, 3]])
-    _, _, metrics = learned([1, 2, 4, 8], rows, loss=100.0, updates=7.0, approx_kl=0.5)
-    assert metrics == {"approx_kl": 0.5 + 4 + 2, "loss": 104, "updates": 9}
-
-
-@pytest.mark.parametrize(
-    ("target_kl", "updates"), [(None, 4), (0.1, 1), (0.25, 2), (0.5, 3), (0.75, 3), (1.0, 4)]
-)
-def test_target_kl_stops_after_the_first_minibatch_above_it(target_kl, updates):
-    divergence = [0.25, 0.5, 1.0, 0.125]
-    rows = np.arange(4)[:, None]
-    count, seen, metrics = learned(divergence, rows, target_kl, approx_kl=5.0)
-    assert count == metrics["updates"] == metrics["loss"] == updates
-    assert seen[:, 0].tolist() == divergence[:updates] + [-1] * (4 - updates)
-    assert metrics["approx_kl"] == 5 + sum(divergence[:updates])
-
-
 # --- collect_rollout ------------------------------------------------------------------------------
 
 SMALL = Config(env_id="gymnax/CartPole-v1", num_steps=32, total_timesteps=176, log_frequency=128)
@@ -152,7 +105,7 @@ def trainer():
 
 @pytest.fixture(scope="module")
 def collect(trainer):
-    """collect_rollout of a trainer whose environments fail at a count of env steps, if at any."""
+    """collect_rollout with environments that fail at a count of env steps, if at any."""
 
     def run(state, fail_at):
         def step_and_fail(state):
@@ -160,8 +113,8 @@ def collect(trainer):
             fault = jnp.where(state.step == fail_at, NOT_FINITE, state.env.fault)
             return state._replace(env=state.env._replace(fault=fault)), row
 
-        failing = SimpleNamespace(config=SMALL, env=trainer.env, _run_collect=step_and_fail)
-        return collect_rollout(failing, state)
+        steps_left = (SMALL.total_timesteps - state.step) // SMALL.num_envs
+        return collect_rollout(trainer.env, step_and_fail, state, SMALL.num_steps, steps_left)
 
     compiled = jax.jit(run)
     return lambda state, fail_at=-1: compiled(state, fail_at)
@@ -233,17 +186,17 @@ def test_a_failure_ends_the_rollout(steps, trainer, collect):
 
 
 def test_nothing_is_learned_from_an_incomplete_rollout(trainer):
-    run = jax.jit(trainer._run_iterations)
+    run = jax.jit(trainer.run_iterations)
     learned, metrics = run(trainer.state, 1)
-    assert learned.step == 128 and metrics["updates"] == 16
+    assert learned.step == 128 and metrics["charts/updates"] == 16
     changed = jax.tree.map(
         lambda a, b: (a != b).any(), trainer.state.learner.params, learned.learner.params
     )
     assert changed["value_head"]["kernel"] and changed["policy_head"]["linear"]["kernel"]
     cut, metrics = run(learned, 3)
-    assert cut.step == 176 and metrics["updates"] == 0
+    assert cut.step == 176 and metrics["charts/updates"] == 0
     assert_equal(cut.learner, learned.learner)
     failed = learned._replace(env=learned.env._replace(fault=jnp.int32(NOT_FINITE)))
     stopped, metrics = run(failed, 3)
-    assert stopped.step == 128 and metrics["updates"] == 0
+    assert stopped.step == 128 and metrics["charts/updates"] == 0
     assert_equal(stopped.learner, learned.learner)

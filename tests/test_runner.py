@@ -23,11 +23,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from algos import ppo
 from algos.dqn import PRESETS, Config, Trainer
-from common import cli
 from common.envs import EpisodeSummary
 from common.errors import UserError
-from common.evaluator import MAX_EPISODE_STEPS, Evaluator
-from common.logger import (
+
+from common.run import cli
+from common.run.evaluator import MAX_EPISODE_STEPS, Evaluator
+from common.run.logger import (
     ConsoleSink,
     CsvSink,
     LogStart,
@@ -38,8 +39,8 @@ from common.logger import (
     make_console,
     read_metrics,
 )
-from common.runner import check_finite
-from common.video import save_video
+from common.run.runner import check_finite
+from common.run.video import save_video
 
 
 def parse(*args):
@@ -131,8 +132,8 @@ def test_an_endless_episode_is_no_endless_video(monkeypatch, tmp_path):
         obs = finished = np.zeros(1)
         ended = np.zeros(1, bool)
 
-    monkeypatch.setattr("common.video.make_env", lambda *args, **kwargs: Endless)
-    monkeypatch.setattr("common.video.MAX_EPISODE_STEPS", 50)
+    monkeypatch.setattr("common.run.video.make_env", lambda *args, **kwargs: Endless)
+    monkeypatch.setattr("common.run.video.MAX_EPISODE_STEPS", 50)
     monkeypatch.setattr("jax.jit", lambda function: function)
     with pytest.raises(UserError, match="Endless-v0 did not end within 50 steps"):
         save_video(Evaluator(Config(), lambda *args: 0), None, tmp_path / "a.gif")
@@ -312,7 +313,7 @@ def seconds_ago(step, seconds):
 
 
 def test_log_points():
-    sums = {"updates": 4.0, "target_updates": 1.0, "td_loss": jnp.float32(8)}
+    sums = {"charts/updates": 4.0, "charts/target_updates": 1.0, "td_loss": jnp.float32(8)}
     state, start = state_of(100, 2, 30, 40), seconds_ago(60, 800)
     collect, train = log_points(env_of(), state, start, {"charts/epsilon": jnp.float32(0.5)}, sums)
     assert collect["logs"].pop("charts/SPS") == pytest.approx((100 - 60) / 800, rel=0.05)
@@ -326,31 +327,32 @@ def test_log_points():
 
 
 def test_log_points_without_games_and_updates():
-    sums = {"updates": 0.0, "td_loss": 0.0}
+    sums = {"charts/updates": 0.0, "td_loss": 0.0}
     collect, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums)
     assert collect["logs"].keys() == {"charts/SPS", "charts/episodes"}
     assert collect["logs"]["charts/episodes"] == 0.0
     assert train["logs"] == {"charts/updates": 0.0}
 
 
-def test_log_points_divide_what_is_of_the_actor_by_its_updates():
-    sums = {"critic_loss": 12.0, "actor_loss": 9.0, "q_values": 6.0}
-    counts = {"updates": 6.0, "actor_updates": 3.0}
-    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | counts)
-    losses = {"losses/critic_loss": 2.0, "losses/actor_loss": 3.0, "losses/q_values": 1.0}
-    assert train["logs"] == losses | {"charts/updates": 6.0, "charts/actor_updates": 3.0}
-    # One update of the critics alone, and an algorithm that does not count its actor's.
-    counts = {"updates": 6.0, "actor_updates": 0.0}
-    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | counts)
+def test_log_points_divide_by_the_count_that_is_named():
+    sums = {"critic_loss": 12.0, "actor_loss": 9.0, "actor_norm": 6.0}
+    counts = {"charts/updates": 6.0, "charts/actor_updates": 3.0}
+    args = env_of(), state_of(8), seconds_ago(0, 1), {}
+    divisors = {"actor_loss": "charts/actor_updates"}
+    _, train = log_points(*args, sums | counts, divisors)
+    losses = {"losses/critic_loss": 2.0, "losses/actor_loss": 3.0, "losses/actor_norm": 1.0}
+    assert train["logs"] == losses | counts
+    # Updates of the critics alone so far; and an algorithm that names no count of its own.
+    _, train = log_points(*args, sums | counts | {"charts/actor_updates": 0.0}, divisors)
     assert "losses/actor_loss" not in train["logs"] and train["logs"]["losses/critic_loss"] == 2
-    _, train = log_points(env_of(), state_of(8), seconds_ago(0, 1), {}, sums | {"updates": 6.0})
+    _, train = log_points(*args, sums | {"charts/updates": 6.0})
     assert train["logs"] == losses | {"losses/actor_loss": 1.5, "charts/updates": 6.0}
 
 
 def test_a_failed_environment_has_no_log_point():
     env = env_of(UserError("the motor broke"))
     with pytest.raises(UserError, match="the motor broke"):
-        next(log_points(env, state_of(8), seconds_ago(0, 1), {}, {"updates": 1.0}))
+        next(log_points(env, state_of(8), seconds_ago(0, 1), {}, {"charts/updates": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -507,7 +509,7 @@ def test_check_finite_names_the_metric():
 
 CHOOSE = """
 import os, sys
-from common.threads import use_cores
+from common.run.threads import use_cores
 held = use_cores(int(os.environ.get("WANTED", "1")))
 print(held, sorted(os.sched_getaffinity(0)), os.environ.get("NPROC"), flush=True)
 sys.stdin.read()
@@ -592,7 +594,7 @@ def test_a_run_takes_several_cores_or_what_is_left(tmp_path):
 SPREAD = """
 import os
 import jax
-from common.threads import XLA_POOL, spread_pool, use_cores
+from common.run.threads import XLA_POOL, spread_pool, use_cores
 cores = use_cores(2)
 jax.devices()
 spread_pool(cores)

@@ -10,8 +10,9 @@ from run_helpers import run_alone
 from algos import a2c, dqn, ppo, ppo_rnn
 from common import load
 from common.errors import UserError
-from common.logger import read_metrics
-from common.seeds import batch_seeds, state_of_seed
+
+from common.run.logger import read_metrics
+from common.run.seeds import batch_seeds, state_of_seed
 
 PPO = Path(ppo.__file__)
 GYMNAX = ("--env-id", "gymnax/CartPole-v1")
@@ -29,8 +30,8 @@ def test_a_seed_learns_what_it_learns_alone(module):
     iterations = 100 if module is dqn else 4
     together, alone = make(module, 3), make(module, 5)
     before = state_of_seed((batch_seeds(together, 3), together.state)[1], 2).learner.params
-    together.state, _ = together._run(together.state, iterations)
-    alone.state, _ = alone._run(alone.state, iterations)
+    together.state, _ = together.compiled_run(together.state, iterations)
+    alone.state, _ = alone.compiled_run(alone.state, iterations)
     of_batch = state_of_seed(together.state, 2)
     assert int(of_batch.step) == int(alone.state.step)
     params, expected = of_batch.learner.params, alone.state.learner.params
@@ -57,8 +58,8 @@ def test_logs_mean_and_spread():
 def test_evaluation_plays_each_seeds_policy():
     together, alone = make(ppo, 1), make(ppo, 2)
     batch_seeds(together, 2)
-    logs = together._run_evaluate(6)["logs"]
-    expected = alone._run_evaluate(6)["logs"]["charts/evaluation_return"]
+    logs = together.evaluate(6)["logs"]
+    expected = alone.evaluate(6)["logs"]["charts/evaluation_return"]
     returns = [logs["seed_1/evaluation_return"], logs["seed_2/evaluation_return"]]
     assert returns[1] == expected
     assert logs["charts/evaluation_return"] == pytest.approx(np.mean(returns))

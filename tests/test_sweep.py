@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from algos import dqn
-from common import cli
 from common.envs import resolve_backend
 from common.errors import UserError
+
+from common.run import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -129,7 +130,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--eval-frequency", "-1"], "--eval-frequency must be 0 or more, got -1"),
         (["--gamma", "0.9"], "--gamma"),
         (["--", "--gama", "0.9"], "--gama"),
-        (["--", "--gamma", "2"], "--gamma must lie between 0 and 1"),
+        (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
         (["--", "--seed=3"], "--seed=3 cannot follow `--`"),
     ],
 )

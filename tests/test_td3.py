@@ -24,7 +24,7 @@ from off_policy import (
 )
 from scipy import stats
 
-from algos.td3 import METRICS, Algorithm, Config, LearnerState
+from algos.td3 import Algorithm, Config, LearnerState
 from common.optimize import Trained
 
 KEY = jax.random.key(0)
@@ -154,7 +154,8 @@ def test_a_whole_update_by_hand():
     np.testing.assert_allclose(new.actor.params["mean"], mean, rtol=1e-6)
     target = 0.25 * mean + 0.75 * TARGET_ACTOR["mean"]
     np.testing.assert_allclose(new.target_actor["mean"], target, rtol=1e-6)
-    assert metrics["actor_updates"] == 1 and set(metrics) == set(METRICS) - {"updates"}
+    assert metrics["charts/actor_updates"] == 1
+    assert set(metrics) == {"critic_loss", "q_values", "actor_loss", "charts/actor_updates"}
 
 
 @pytest.mark.parametrize("policy_frequency", [1, 2, 3])
@@ -167,7 +168,7 @@ def test_policy_and_targets_move_at_each_policy_frequency_th_update(policy_frequ
         slow = [(x.actor, x.target_actor, x.target_critic) for x in (state, new)]
         is_due = update % policy_frequency == 0
         assert leaves_differ(*slow) if is_due else leaves_equal(*slow) is None
-        assert metrics["actor_updates"] == is_due
+        assert metrics["charts/actor_updates"] == is_due
         assert (metrics["actor_loss"] != 0) == is_due
         state = new
 

@@ -8,8 +8,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,13 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from common.cli import LoggingOptions
 from common.envs import Env
 from common.errors import one_line
 
-COUNTS = ("updates", "target_updates", "actor_updates")
-
-Call = Callable[[Any], Generator[dict, None, None]]
+from common.run.cli import LoggingOptions
+from common.run.trainer import Call, Trainer, TrainState
 
 
 class LogStart(NamedTuple):
@@ -33,7 +32,7 @@ class LogStart(NamedTuple):
     seconds: float  # `time.perf_counter()`
 
 
-def log_intervals(trainer: Any) -> Generator[tuple[LogStart, int], None, None]:
+def log_intervals(trainer: Trainer) -> Generator[tuple[LogStart, int], None, None]:
     """Yield the start of each logging interval and the env steps to do in it, until the end."""
     config = trainer.config
     while (step := int(trainer.state.step)) < config.total_timesteps:
@@ -42,7 +41,12 @@ def log_intervals(trainer: Any) -> Generator[tuple[LogStart, int], None, None]:
 
 
 def log_points(
-    env: Env, state: Any, start: LogStart, logs: dict[str, Any], sums: dict[str, Any]
+    env: Env,
+    state: TrainState,
+    start: LogStart,
+    logs: dict[str, Any],
+    metrics: dict[str, Any],
+    divisors: Mapping[str, str] = MappingProxyType({}),
 ) -> Generator[dict, None, None]:
     """Yield the log_data of one log point: "collect", and last "train".
 
@@ -52,9 +56,9 @@ def log_points(
         start: the start of the interval.
         logs: what "collect" shows besides env steps a second, and the mean raw return and length of
             the games finished in the interval.
-        sums: metrics added up over its updates; "updates", "target_updates" and "actor_updates"
-            are counts, all others are shown as losses/NAME, the mean of an update; actor_... that
-            of an actor's update, where these are counted.
+        metrics: sums over the updates of the interval. A name that begins with charts/ is a count
+            and shown as it is, any other as losses/NAME, its mean over "charts/updates".
+        divisors: the counts by which to divide instead, for metrics that not every update has.
 
     Where the arrays have an axis of seeds, env steps a second are those of all seeds, the deviation
     of their returns is shown beside the mean, games are counted over all seeds, and all other
@@ -76,17 +80,17 @@ def log_points(
         logs["charts/episodic_length"] = float((length_sum[some] / episodes[some]).mean())
         logs |= {"charts/episodic_return_std": float(returns.std())} if len(episodes) > 1 else {}
     yield {"log_type": "collect", "sample_step": step, "logs": logs}
-    yield {"log_type": "train", "sample_step": step, "logs": _means_of_updates(sums)}
+    yield {"log_type": "train", "sample_step": step, "logs": _means_of_updates(metrics, divisors)}
 
 
-def _means_of_updates(sums: dict[str, Any]) -> dict[str, float]:
-    """Return the counts among summed metrics, and the others as means of the updates counted."""
-    sums = {name: np.mean(value) for name, value in jax.device_get(sums).items()}
-    counts = {f"charts/{name}": float(sums.pop(name)) for name in COUNTS if name in sums}
-    updates = counts["charts/updates"]
-    of_actor = counts.get("charts/actor_updates", updates)
-    divisors = {name: of_actor if name.startswith("actor") else updates for name in sums}
-    means = {f"losses/{k}": float(v / divisors[k]) for k, v in sums.items() if divisors[k]}
+def _means_of_updates(metrics: dict[str, Any], divisors: Mapping[str, str]) -> dict[str, float]:
+    """Return the counts among summed metrics, and the others as means of what was counted."""
+    sums = {name: np.mean(value) for name, value in jax.device_get(metrics).items()}
+    counts = {name: float(sum_) for name, sum_ in sums.items() if name.startswith("charts/")}
+    means = {}
+    for name in (name for name in sums if name not in counts):
+        if count := counts[divisors.get(name, "charts/updates")]:
+            means[f"losses/{name}"] = float(sums[name] / count)
     return means | counts
 
 
@@ -115,7 +119,7 @@ def logger(
     """
 
     def decorate(call: Call) -> Call:
-        def logged(trainer: Any) -> Generator[dict, None, None]:
+        def logged(trainer: Trainer) -> Generator[dict, None, None]:
             sinks: list[Sink] | None = None
             try:
                 with contextlib.closing(call(trainer)) as inner:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.logger import read_metrics
+from common.run.logger import read_metrics
 
 LINES = {"charts/episodic_return": "training", "charts/evaluation_return": "evaluation"}
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from common.envs import Env, make_env
 from common.errors import UserError
-from common.evaluator import MAX_EPISODE_STEPS, Evaluator
+from common.networks import Memory
+
+from common.run.evaluator import MAX_EPISODE_STEPS, Evaluator
 
 MAX_FRAMES = 1_000
 MAX_SIDE = 400
@@ -46,7 +48,7 @@ def _play(env: Env, evaluator: Evaluator, learner: Any) -> tuple[list[np.ndarray
     frames = [env.render(state)]
     for _ in range(MAX_EPISODE_STEPS):
         key, action_key = jax.random.split(key)
-        action, core = act(learner, state.obs, action_key, (core, ~state.ended))
+        action, core = act(learner, state.obs, action_key, Memory(core, ~state.ended))
         state, _ = step(state, action)
         env.check(state)
         if len(frames) < MAX_FRAMES:

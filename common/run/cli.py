@@ -21,8 +21,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from gymnasium import spaces
 
-from common.config import flag_of
 from common.errors import UserError, one_line
+from common.ranges import NonNegative, Positive
+
+from common.run.config import check_ranges, flag_of
+from common.run.trainer import Presets, RunConfig
 
 ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
 
@@ -48,14 +51,14 @@ class RunOptions:
     preset: str = "auto"  # table of defaults; auto chooses by the environment
     config: str | None = None  # JSON file of defaults, such as a run's config.json; flags win
     resume: str | None = None  # run folder to go on with
-    eval_frequency: int = 50_000  # env steps between two evaluations; 0: at the end only
-    eval_episodes: int = 20  # full episodes an evaluation
-    checkpoint_frequency: int = 100_000  # env steps between two checkpoints; 0: at the end only
-    keep_checkpoints: int = 2  # latest checkpoints kept; the best one is kept as well
+    eval_frequency: NonNegative[int] = 50_000  # env steps between two; 0: at the end only
+    eval_episodes: Positive[int] = 20  # full episodes an evaluation
+    checkpoint_frequency: NonNegative[int] = 100_000  # env steps between two; 0: at the end only
+    keep_checkpoints: Positive[int] = 2  # latest checkpoints kept; the best one is kept as well
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto computes on a GPU if there is one
-    num_cores: int | None = None  # cores to hold; by default 1, or 2 for layers of 256 units
-    num_seeds: int = 1  # seeds trained in one program, from --seed on; JAX environments only
-    num_devices: int = 1  # devices that share the environments of one run; JAX environments only
+    num_cores: Positive[int] | None = None  # cores to hold; by default the file's
+    num_seeds: Positive[int] = 1  # seeds in one program, from --seed on; JAX envs only
+    num_devices: Positive[int] = 1  # devices that share the environments; JAX envs only
     debug: bool = False  # show tracebacks, and check every quantity for NaN after each step (slow)
 
 
@@ -63,7 +66,7 @@ class RunOptions:
 class Options:
     """Everything the command line says."""
 
-    config: Any
+    config: RunConfig
     logging: LoggingOptions
     run: RunOptions
 
@@ -88,7 +91,7 @@ def exit_codes(debug: bool) -> Generator[None, None, None]:
 
 
 def parse(
-    config_class: type, presets: dict[str, dict], args: Sequence[str] | None = None
+    config_class: type[RunConfig], presets: Presets, args: Sequence[str] | None = None
 ) -> Options:
     """Read the command line over the preset, the --config file or the resumed run's config.
 
@@ -112,7 +115,7 @@ def parse(
     parsed = parse_flags(root, args, summary.split("\n\n")[0])
     flat = {f: v for g in (parsed.algorithm, parsed.environment) for f, v in vars(g).items()}
     options = Options(config_class(**flat), parsed.logging, parsed.run)
-    _check_run_options(options.run)
+    check_ranges(options.run)
     return options
 
 
@@ -130,7 +133,7 @@ def _early_flags(args: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(args)[0]
 
 
-def _defaults(config_class: type, presets: dict, early: argparse.Namespace) -> dict[str, Any]:
+def _defaults(config_class: type, presets: Presets, early: argparse.Namespace) -> dict[str, Any]:
     saved = _saved_flags(config_class, early)
     env_id = early.env_id or saved.get("env_id") or config_class().env_id
     preset = early.preset or saved.get("preset") or "auto"
@@ -161,7 +164,7 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
     return _read_config(path, "--resume", config_class)
 
 
-def _auto_preset(env_id: str, backend: str | None, presets: dict) -> str:
+def _auto_preset(env_id: str, backend: str | None, presets: Presets) -> str:
     """Return atari for envpool's Atari ids, mujoco for continuous actions, else the first."""
     name, first = env_id.removeprefix("gymnax/"), next(iter(presets))
     if len(presets) == 1 or ("mujoco" not in presets and not name.endswith("-v5")):
@@ -196,7 +199,8 @@ def _read_json(path: Path, flag: str) -> dict[str, Any]:
 
 def _read_config(path: Path, flag: str, config_class: type) -> dict[str, Any]:
     saved = _read_json(path, flag)
-    saved.pop("algo", None)
+    for name in ("algo", "version"):
+        saved.pop(name, None)
     hints: dict[str, Any] = {}
     for options in (config_class, LoggingOptions, RunOptions):
         hints |= get_type_hints(options)
@@ -320,14 +324,3 @@ def _bad_value(box: str, hints: dict[str, Any], args: Sequence[str]) -> str:
         if name.replace("_", "-") == flag and (equals or not following.startswith("--")):
             given = repr(value if equals else following)
     return f"{flag} takes {_accepted(hints[flag])}, got {given}; see --help"
-
-
-def _check_run_options(run: RunOptions) -> None:
-    for name in ("eval_frequency", "checkpoint_frequency"):
-        if getattr(run, name) < 0:
-            raise UserError(f"{flag_of(name)} must be 0 or more, got {getattr(run, name)}")
-    for name in ("eval_episodes", "keep_checkpoints", "num_seeds", "num_devices"):
-        if getattr(run, name) < 1:
-            raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(run, name)}")
-    if run.num_cores is not None and run.num_cores < 1:
-        raise UserError(f"--num-cores must be 1 or more, got {run.num_cores}")

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from common.errors import UserError
 from common.replay import ReplayState
 
+from common.run.trainer import Trainer, TrainState
+
 SEEDS_AXIS = "seeds"
 
 
-def batch_seeds(trainer: Any, num_seeds: int) -> None:
+def batch_seeds(trainer: Trainer, num_seeds: int) -> None:
     """Make a trainer train the seeds `config.seed` to `config.seed + num_seeds - 1` at once.
 
     Every array of `trainer.state` gets a leading axis of seeds, but for `step` and the replay's
-    position, which all seeds share; so do the metrics that `trainer._run` returns. A seed learns
-    what it would learn alone, up to the rounding of larger matrix products.
+    position, which all seeds share; so do the metrics that `trainer.compiled_run` returns. A seed
+    learns what it would learn alone, up to the rounding of larger matrix products.
 
     Raises:
         UserError: the environment is not written in JAX.
@@ -28,7 +30,7 @@ def batch_seeds(trainer: Any, num_seeds: int) -> None:
             f"{trainer.env.env_id}; for others start a run for each seed, or benchmarks/sweep.py"
         )
     seeds = range(trainer.config.seed, trainer.config.seed + num_seeds)
-    state = jax.vmap(trainer._init_state)(jnp.stack([jax.random.key(seed) for seed in seeds]))
+    state = jax.vmap(trainer.init_state)(jnp.stack([jax.random.key(seed) for seed in seeds]))
     axes = _axes(state)
     trainer.env.seeds_axis = SEEDS_AXIS
     trainer.evaluator.num_seeds = num_seeds
@@ -39,15 +41,15 @@ def batch_seeds(trainer: Any, num_seeds: int) -> None:
         is_leaf=lambda axis: axis is None,
     )
     run = jax.vmap(
-        trainer._run_iterations,
+        trainer.run_iterations,
         in_axes=(axes, None),
         out_axes=(axes, 0),
         axis_name=SEEDS_AXIS,
     )
-    trainer._run = jax.jit(run, donate_argnums=0)
+    trainer.compiled_run = jax.jit(run, donate_argnums=0)
 
 
-def state_of_seed(state: Any, index: int) -> Any:
+def state_of_seed(state: TrainState, index: int) -> Any:
     """Return the TrainState of one seed, as its run alone would have it."""
     return jax.tree.map(
         lambda axis, x: x if axis is None else jax.tree.map(lambda y: y[index], x),
@@ -57,9 +59,10 @@ def state_of_seed(state: Any, index: int) -> Any:
     )
 
 
-def _axes(state: Any) -> Any:
+def _axes(state: TrainState) -> Any:
     """Return the axis of seeds for each part of a TrainState; None for what all seeds share."""
-    axes = {name: None if name == "step" else 0 for name in state._fields}
-    if "replay" in axes:
-        axes["replay"] = ReplayState(storage=0, stack_start=0, position=None, size=None)  # type: ignore
-    return type(state)(**axes)
+    axes: dict[str, Any] = dict.fromkeys(state._asdict(), 0) | {"step": None}
+    for name, part in state._asdict().items():
+        if isinstance(part, ReplayState):
+            axes[name] = ReplayState(storage=0, stack_start=0, position=None, size=None)  # type: ignore
+    return state._replace(**axes)

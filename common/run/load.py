@@ -8,18 +8,25 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from common.checkpoint import Checkpoints, restore_state
+from common import __version__
 from common.envs.env import sub_spaces
 from common.errors import UserError
+from common.networks import Memory
+
+from common.run.checkpoint import Checkpoints, restore_state
+from common.run.trainer import Trainer
+
+OLDEST = "0.1.0"  # the release that wrote no version into config.json
 
 
 class Policy:
     """What `load` returns: `predict(obs)` on the host, and the trainer for everything else."""
 
-    def __init__(self, trainer: Any, step: int) -> None:
+    def __init__(self, trainer: Trainer, step: int) -> None:
         self.trainer, self.step = trainer, step
         self._key = jax.random.key(0)
         self._act = jax.jit(trainer.evaluator.act)
@@ -41,7 +48,7 @@ class Policy:
         size = len(jax.tree.leaves(batch)[0])
         if self._core is None:
             self._core = self.trainer.evaluator.initial_core(size)
-        memory = self._core, np.ones(size, bool)
+        memory = Memory(self._core, jnp.ones(size, bool))
         action, self._core = self._act(self.trainer.state.learner, batch, key, memory)
         return jax.tree.map(lambda x: np.asarray(x[0] if single else x), action)
 
@@ -68,8 +75,11 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
     folder = Path(run_dir)
     try:
         saved = json.loads((folder / "config.json").read_text())
+        _check_version(folder, saved)
         module = _import_file(folder / f"{saved['algo']}.py")
         names = module.Config.__dataclass_fields__
+    except UserError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
     if saved.get("num_seeds", 1) > 1:
@@ -78,13 +88,23 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
             f"{folder}/seed_{saved['seed']}"
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
-    trainer = module.Trainer(module.Config(**values))
+    trainer: Trainer = module.Trainer(module.Config(**values))
     checkpoints = folder / "checkpoints"
     if step == "best" and checkpoints.is_dir():
         step = Checkpoints(checkpoints).best_step() or "latest"
     wanted = None if isinstance(step, str) else step
     trainer.state, found = restore_state(trainer, checkpoints, wanted, print)
     return Policy(trainer, found)
+
+
+def _check_version(folder: Path, saved: dict[str, Any]) -> None:
+    """Refuse a folder whose algorithm file was written for another layout of this package."""
+    written_by = saved.get("version", OLDEST)
+    if written_by.split(".")[:2] != __version__.split(".")[:2]:
+        raise UserError(
+            f"{folder} was written by Quartet {written_by}, whose {saved['algo']}.py this release, "
+            f"{__version__}, cannot run; install that release, or train on with --resume {folder}"
+        )
 
 
 def _import_file(path: Path) -> ModuleType:

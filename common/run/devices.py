@@ -6,11 +6,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from common.errors import UserError
+from common.replay import ReplayState
+from common.sharding import DATA_AXIS
 
-DATA_AXIS = "data"
+from common.run.trainer import Trainer, TrainState
 
 
-def shard_over_devices(trainer: Any, num_devices: int) -> None:
+def shard_over_devices(trainer: Trainer, num_devices: int) -> None:
     """Spread the environments of a trainer over devices; the results stay what they were.
 
     XLA derives the rest from where the arrays lie: each device steps its environments, and the
@@ -39,37 +41,26 @@ def shard_over_devices(trainer: Any, num_devices: int) -> None:
     shardings = _shardings(mesh, trainer.state)
     trainer.state = jax.device_put(trainer.state, shardings)
     replicated = NamedSharding(mesh, PartitionSpec())
-    run = jax.jit(trainer._run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
+    run = jax.jit(trainer.run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
 
     def run_on_mesh(*args: Any) -> Any:
         with jax.set_mesh(mesh):
             return run(*args)
 
-    trainer._run = run_on_mesh
+    trainer.compiled_run = run_on_mesh
 
 
-def shard_rows(batch: Any) -> Any:
-    """Share the rows [B, ...] of a minibatch out among the devices, if there are several."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return batch
-    return jax.lax.with_sharding_constraint(batch, PartitionSpec(DATA_AXIS))
-
-
-def _shardings(mesh: Any, state: Any) -> Any:
+def _shardings(mesh: Any, state: TrainState) -> Any:
     """Return a sharding for each array of a TrainState: along the environments, or replicated."""
 
     def along(*axes: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    def of_envs(tree: Any) -> Any:
-        return jax.tree.map(lambda x: along(DATA_AXIS) if x.ndim else along(), tree)
+    def of_part(name: str, part: Any) -> Any:
+        if name in ("env", "core"):
+            return jax.tree.map(lambda x: along(DATA_AXIS) if x.ndim else along(), part)
+        if isinstance(part, ReplayState):
+            return jax.tree.map(lambda x: along(None, DATA_AXIS) if x.ndim else along(), part)
+        return jax.tree.map(lambda _: along(), part)
 
-    parts = {name: jax.tree.map(lambda _: along(), part) for name, part in state._asdict().items()}
-    for name in ("env", "core"):
-        if name in parts:
-            parts[name] = of_envs(getattr(state, name))
-    if "replay" in parts:
-        parts["replay"] = jax.tree.map(
-            lambda x: along(None, DATA_AXIS) if x.ndim else along(), state.replay
-        )
-    return type(state)(**parts)
+    return state._replace(**{k: of_part(k, part) for k, part in state._asdict().items()})

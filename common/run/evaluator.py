@@ -13,12 +13,14 @@ from jax import Array, lax
 
 from common.envs import Env, EnvConfig, EnvState, make_env
 from common.errors import UserError
+from common.networks import Memory
+
+from common.run.trainer import Call, Trainer
 
 MAX_ENVS = 20
 MAX_EPISODE_STEPS = 100_000
 
 Predict = Callable[..., Any]
-Call = Callable[[Any], Generator[dict, None, None]]
 
 
 class _Play(NamedTuple):
@@ -36,7 +38,7 @@ class Evaluator:
 
     Every environment plays the same number of episodes, so that short episodes do not count more
     often than long ones. With `initial_core(num_envs)`, a recurrent state, the policy is
-    `predict(learner, obs, key, (core, valid)) -> (action, core)`.
+    `predict(learner, obs, key, memory) -> (action, core)`.
     """
 
     def __init__(
@@ -108,12 +110,9 @@ class Evaluator:
     def _play_seeds(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
         return jax.vmap(partial(self._play, quota=quota))(learner, env_state, key)
 
-    def act(self, learner: Any, obs: Any, key: Array, memory: tuple) -> tuple[Any, Any]:
-        """Return actions [N, *action] and the new recurrent state, () for a policy without one.
-
-        `memory` is the recurrent state, and which environments are not between two episodes [N].
-        """
-        if jax.tree.leaves(memory[0]):
+    def act(self, learner: Any, obs: Any, key: Array, memory: Memory) -> tuple[Any, Any]:
+        """Return actions [N, *action] and the new recurrent state, () for a policy without one."""
+        if jax.tree.leaves(memory.core):
             return self.predict(learner, obs, key, memory)
         return self.predict(learner, obs, key), ()
 
@@ -135,7 +134,7 @@ class Evaluator:
 
         def step(play: _Play) -> _Play:
             key, action_key = jax.random.split(play.key)
-            memory = play.core, ~play.env.ended
+            memory = Memory(play.core, ~play.env.ended)
             action, core = self.act(learner, play.env.obs, action_key, memory)
             state, _ = env.step(play.env, action)
             # An out-of-range column is dropped: episodes beyond the quota do not count.
@@ -168,13 +167,13 @@ def evaluator(frequency: int, num_episodes: int) -> Callable[[Call], Call]:
     """
 
     def decorate(call: Call) -> Call:
-        def evaluated(trainer: Any) -> Generator[dict, None, None]:
+        def evaluated(trainer: Trainer) -> Generator[dict, None, None]:
             last = int(trainer.state.step)
             with contextlib.closing(call(trainer)) as inner:
                 for log_data in inner:
                     step = log_data["sample_step"]
                     if frequency and step // frequency > last // frequency:
-                        yield trainer._run_evaluate(num_episodes)
+                        yield trainer.evaluate(num_episodes)
                     last = step
                     yield log_data
 

@@ -16,9 +16,10 @@ from jax import Array
 
 from common.envs import make_env
 from common.errors import UserError, one_line
-from common.logger import ends_log_point
+from common.replay import ReplayState, interrupt
 
-Call = Callable[[Any], Generator[dict, None, None]]
+from common.run.logger import ends_log_point
+from common.run.trainer import Call, Trainer, TrainState
 
 
 class Checkpoints:
@@ -112,7 +113,7 @@ def _quiet_orbax() -> Generator[None, None, None]:
     asyncio_logger.setLevel(level)
 
 
-def saved_part(trainer: Any, state: Any) -> Any:
+def saved_part(trainer: Trainer, state: TrainState) -> TrainState:
     """Return what a checkpoint holds: environments outside JAX cannot be saved."""
     return state if trainer.env.restorable else state._replace(env=())
 
@@ -133,7 +134,7 @@ def checkpointer(
     """
 
     def decorate(call: Call) -> Call:
-        def checkpointed(trainer: Any) -> Generator[dict, None, None]:
+        def checkpointed(trainer: Trainer) -> Generator[dict, None, None]:
             first = last = tried = saved = int(trainer.state.step)
             best = None
             try:
@@ -159,7 +160,7 @@ def checkpointer(
     return decorate
 
 
-def _save(folder: Path, keep: int, trainer: Any, episode_return: float | None) -> None:
+def _save(folder: Path, keep: int, trainer: Trainer, episode_return: float | None) -> None:
     state = saved_part(trainer, trainer.state)
     Checkpoints(folder, keep).save(int(trainer.state.step), state, episode_return)
 
@@ -172,7 +173,7 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
         say(f"warning: checkpoint not written ({_brief(error)}); the earlier ones are intact")
 
 
-def _save_at_end(folder: Path, keep: int, trainer: Any, episode_return: float | None) -> None:
+def _save_at_end(folder: Path, keep: int, trainer: Trainer, episode_return: float | None) -> None:
     try:
         _save(folder, keep, trainer, episode_return)
     except Exception as error:
@@ -182,7 +183,7 @@ def _save_at_end(folder: Path, keep: int, trainer: Any, episode_return: float | 
         ) from error
 
 
-def _rescue(folder: Path, trainer: Any, episode_return: float | None) -> str:
+def _rescue(folder: Path, trainer: Trainer, episode_return: float | None) -> str:
     """Save into the system's temporary folder; say where, or why not."""
     temporary = Path(tempfile.gettempdir())
     try:
@@ -206,7 +207,7 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
-def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
+def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     """Put the newest readable checkpoint of `folder` into `trainer.state`.
 
     Environments outside JAX start new episodes with new seeds, and replay does not join the rows
@@ -224,14 +225,15 @@ def resume(trainer: Any, folder: Path, say: Callable[[str], None]) -> None:
         trainer.env.close()
         trainer.env = make_env(trainer.config, first_step=step)
         state = state._replace(env=trainer.env.reset(state.key))
-        if hasattr(trainer, "replay"):
-            state = state._replace(replay=trainer.replay.interrupt(state.replay))
+        parts = state._asdict().items()
+        cut = {name: interrupt(part) for name, part in parts if isinstance(part, ReplayState)}
+        state = state._replace(**cut)
     # All on one footing: restored arrays are bound to a device, and a mix would compile twice.
     trainer.state = jax.device_put(state, jax.devices()[0])
 
 
 def restore_state(
-    trainer: Any, folder: Path, step: int | None, say: Callable[[str], None]
+    trainer: Trainer, folder: Path, step: int | None, say: Callable[[str], None]
 ) -> tuple[Any, int]:
     """Return the TrainState of a step (the newest readable one for None), and that step.
 

@@ -9,7 +9,8 @@ from run_helpers import finished_run, run_alone, run_here
 
 from common import load
 from common.errors import UserError
-from common.logger import read_metrics
+
+from common.run.logger import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,23 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.panel import Panel
 
-from common import cli, threads
-from common.checkpoint import Checkpoints, checkpointer, resume
-from common.config import flag_of
-from common.devices import shard_over_devices
+from common import __version__
 from common.envs import resolve_backend
 from common.errors import UserError, one_line
-from common.evaluator import evaluator
-from common.logger import (
+
+from common.run import cli, threads
+from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.config import flag_of
+from common.run.devices import shard_over_devices
+from common.run.evaluator import evaluator
+from common.run.logger import (
     ConsoleSink,
     CsvSink,
     Sink,
@@ -35,29 +37,45 @@ from common.logger import (
     logger,
     make_console,
 )
-from common.seeds import batch_seeds, state_of_seed
+from common.run.seeds import batch_seeds, state_of_seed
+from common.run.trainer import Call, Presets, RunConfig, Trainer, start
 
-Call = Callable[[Any], Generator[dict, None, None]]
+C = TypeVar("C", bound=RunConfig)
 
 
-def run(trainer_class: type, config_class: type, presets: dict[str, dict[str, Any]]) -> None:
+def run(
+    trainer_class: Callable[[C], Trainer],
+    config_class: type[C],
+    presets: Presets,
+    num_cores: int = 1,
+) -> None:
     """Run an algorithm file as a program and exit.
+
+    Args:
+        trainer_class: the file's Trainer.
+        config_class: its Config.
+        presets: its tables of defaults.
+        num_cores: how many cores its networks run fastest on, where the environment and the
+            observations are small.
 
     Exit codes: 0 trained and evaluated; 2 bad input or a failing environment, after one line that
     says what to do; 130 and 143 stopped by Ctrl-C or SIGTERM, after a last checkpoint.
     """
     with cli.exit_codes("--debug" in sys.argv):
-        sys.exit(_Run(trainer_class, cli.parse(config_class, presets)).execute())
+        options = cli.parse(config_class, presets)
+        sys.exit(_Run(trainer_class, options, num_cores).execute())
 
 
 class _Run:
     """One run: its options, its folder and its trainer."""
 
-    def __init__(self, trainer_class: type, options: cli.Options) -> None:
-        self.trainer_class, self.options = trainer_class, options
+    def __init__(
+        self, trainer_class: Callable[[Any], Trainer], options: cli.Options, num_cores: int
+    ) -> None:
+        self.trainer_class, self.num_cores = trainer_class, num_cores
         self.config, self.run, self.logging = options.config, options.run, options.logging
-        self.source = Path(sys.modules[trainer_class.__module__].__file__ or "")
-        self.algo = cli.algo_of(trainer_class)
+        self.source = Path(sys.modules[type(self.config).__module__].__file__ or "")
+        self.algo = self.source.stem
         self.console = make_console()
         self._folder = Path(self.run.resume) if self.run.resume else None
         self.first_step = 0
@@ -85,12 +103,12 @@ class _Run:
         say(f"stopped by {stopped_by.name}; {hint}")
         return 128 + stopped_by
 
-    def _train(self, trainer: Any) -> signal.Signals | None:
+    def _train(self, trainer: Trainer) -> signal.Signals | None:
         """Train to the end, or until a signal; return that signal."""
         self.start_time = time.time()
         with stop_signals() as received:
             self.console.print(self._describe())
-            call = self._decorated(_unless(received)(self.trainer_class.__call__))
+            call = self._decorated(_unless(received)(start))
             with contextlib.closing(call(trainer)) as training:
                 for log_data in training:
                     if received and ends_log_point(log_data):
@@ -121,6 +139,7 @@ class _Run:
             del run[name]
         return {
             "algo": self.algo,
+            "version": __version__,
             **dataclasses.asdict(self.config),
             **dataclasses.asdict(self.logging),
             **run,
@@ -152,7 +171,7 @@ class _Run:
         if self.run.device != "auto":
             jax.config.update("jax_platforms", platforms[self.run.device])
         has_gpu = self.run.device != "cpu" and _has_nvidia_device()
-        wanted = self.run.num_cores or _best_num_cores(self.config, self.run)
+        wanted = self.run.num_cores or self._best_num_cores()
         self.cores = [] if has_gpu else threads.use_cores(wanted)
         try:
             jax.devices()
@@ -164,7 +183,13 @@ class _Run:
                 "machine with an NVIDIA driver"
             ) from error
 
-    def _make_trainer(self) -> Any:
+    def _best_num_cores(self) -> int:
+        """Return how many cores are fastest; 0 leaves the choice to the system."""
+        run = self.run
+        many_envs = self.config.num_envs * run.num_seeds > 256
+        return 0 if run.preset == "atari" or many_envs or run.num_devices > 1 else self.num_cores
+
+    def _make_trainer(self) -> Trainer:
         config = self.config
         if self.run.debug:
             config = dataclasses.replace(config, log_frequency=config.num_envs)
@@ -191,9 +216,10 @@ class _Run:
     def _sinks(self) -> list[Callable[[], Sink]]:
         folder, first_step = self.folder(), self.first_step
         if self.run.resume:
-            # For the next --resume: total_timesteps may have been raised by this one.
+            # total_timesteps may have been raised, and the file may be another release's.
             with contextlib.suppress(OSError):
                 _write_json(folder / "config.json", self._flags())
+                shutil.copyfile(self.source, folder / self.source.name)
         sinks: list[Callable[[], Sink]] = [
             partial(CsvSink, folder / "metrics.csv", first_step, self.start_time),
             partial(TensorBoardSink, folder, first_step),
@@ -206,14 +232,14 @@ class _Run:
             ),
         ]
         if self.logging.track:
-            from common.logger import WandbSink
+            from common.run.logger import WandbSink
 
             sinks.append(partial(WandbSink, folder, self._flags(), self.logging, self.source))
         return sinks
 
-    def _report(self, trainer: Any) -> None:
+    def _report(self, trainer: Trainer) -> None:
         folder = self.folder()
-        log_data = trainer._run_evaluate(self.run.eval_episodes)
+        log_data = trainer.evaluate(self.run.eval_episodes)
         mean, std = (log_data["logs"][f"charts/evaluation_{k}"] for k in ("return", "std"))
         result = {"steps": int(trainer.state.step), "episodes": self.run.eval_episodes}
         result |= {"evaluation_return": mean, "evaluation_std": std}
@@ -234,7 +260,7 @@ class _Run:
             lines.append(self._video(trainer))
         self.console.print(Panel("\n".join(lines), expand=False))
 
-    def _save_seeds(self, trainer: Any, logs: dict[str, float]) -> None:
+    def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Give every seed a run folder of its own, to load, to evaluate and to go on with."""
         for index in range(self.run.num_seeds):
             seed = self.config.seed + index
@@ -247,7 +273,7 @@ class _Run:
             Checkpoints(folder / "checkpoints", keep=1).save(int(state.step), state, mean)
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
-        from common.curve import save_curve
+        from common.run.curve import save_curve
 
         folder = self.folder()
         try:
@@ -257,8 +283,8 @@ class _Run:
             return [f"the report could not be written: {error}"]
         return []
 
-    def _video(self, trainer: Any) -> str:
-        from common.video import save_video
+    def _video(self, trainer: Trainer) -> str:
+        from common.run.video import save_video
 
         path = self.folder() / "videos" / f"step_{self.config.total_timesteps}.gif"
         try:
@@ -267,14 +293,6 @@ class _Run:
             # Rendering may lack a display or a package; the training is done all the same.
             return f"no video: {one_line(error)}"
         return f"video: {path}"
-
-
-def _best_num_cores(config: Any, run: cli.RunOptions) -> int:
-    """Return how many cores are fastest; 0 leaves the choice to the system."""
-    if run.preset == "atari" or config.num_envs * run.num_seeds > 256 or run.num_devices > 1:
-        return 0
-    # Off-policy actor-critics have layers of 256 units, which two threads can share.
-    return 2 if hasattr(config, "updates_per_step") else 1
 
 
 @contextlib.contextmanager
@@ -300,7 +318,7 @@ def _unless(received: list[signal.Signals]) -> Callable[[Call], Call]:
     """Decorate `Trainer.__call__`: a signal before the first log point ends it without a trace."""
 
     def decorate(call: Call) -> Call:
-        def started(trainer: Any) -> Generator[dict, None, None]:
+        def started(trainer: Trainer) -> Generator[dict, None, None]:
             with contextlib.closing(call(trainer)) as inner:
                 for count, log_data in enumerate(inner):
                     if received and count == 0:
@@ -322,7 +340,7 @@ def check_finite(log_frequency: int) -> Callable[[Call], Call]:
     """
 
     def decorate(call: Call) -> Call:
-        def checked(trainer: Any) -> Generator[dict, None, None]:
+        def checked(trainer: Trainer) -> Generator[dict, None, None]:
             last = int(trainer.state.step)
             with contextlib.closing(call(trainer)) as inner:
                 for log_data in inner:
@@ -379,7 +397,7 @@ def _check_writable(path: Path, flag: str) -> None:
         ) from error
 
 
-def _check_resume(folder: Path, config: Any, num_seeds: int) -> None:
+def _check_resume(folder: Path, config: RunConfig, num_seeds: int) -> None:
     saved = json.loads((folder / "config.json").read_text())
     for name, value in (dataclasses.asdict(config) | {"num_seeds": num_seeds}).items():
         before = saved.get(name, value)

@@ -1,0 +1,1 @@
+"""The machinery around a Trainer: command line, logs, checkpoints, evaluation, devices, seeds."""
