@@ -30,7 +30,7 @@ from run_helpers import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from algos.dqn import Config, Trainer
-from common import load
+from common import __version__, load
 from common.errors import UserError
 
 from common.run.checkpoint import Checkpoints, checkpointer, resume
@@ -287,6 +287,27 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(tmp_path):
     # The next --resume needs no flag to know the new end.
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 5000
     assert json.loads((folder / "result.json").read_text())["steps"] == 5000
+
+
+def test_a_run_folder_of_an_earlier_release(tmp_path):
+    # 0.1.0 wrote no version, and its files import modules that have moved since.
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    flags = json.loads((folder / "config.json").read_text())
+    assert flags.pop("version") == __version__
+    (folder / "config.json").write_text(json.dumps(flags))
+    (folder / "dqn.py").write_text("from common.runner import run\n")
+    line = (
+        rf"^{folder} was written by Quartet 0\.1\.0, whose dqn\.py this release, "
+        rf"{re.escape(__version__)}, cannot run; install that release, or train on with --resume"
+    )
+    with pytest.raises(UserError, match=line):
+        load(folder)
+    ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+    assert (ran.code, ran.err) == (0, "")
+    assert "resuming at step 4000" in ran.out
+    assert json.loads((folder / "config.json").read_text())["version"] == __version__
+    assert (folder / "dqn.py").read_text() == DQN.read_text()
+    assert load(folder).step == 5000
 
 
 def test_replay_does_not_join_the_rows_before_and_after():
