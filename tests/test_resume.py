@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from algos import dqn
 sys.argv = ["dqn.py", *json.loads(sys.stdin.readline())]
 dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
 """
+RUN_DQN = "dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)"
 TOTAL = 30_000
 LIFE_FLAGS = [
     *("--env-id", "gymnax/CartPole-v1", "--total-timesteps", str(TOTAL)),
@@ -238,6 +240,41 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     assert out == "stopped by SIGINT; nothing was learned yet\n"
     assert not err
     assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
+    """Making the environments, compiling, training and saving: none is torn."""
+    code = "from algos import dqn; print('imported', flush=True); " + RUN_DQN
+
+    def interrupt_at(moment):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "--runs-dir", str(tmp_path / "runs")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert process.stdout and process.stdout.readline() == "imported\n"
+        time.sleep(0.02 + moment)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        stopped = bool(out) and out.splitlines()[-1].startswith("stopped by SIGINT; ")
+        return moment, process.returncode, err, stopped
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(interrupt_at, np.linspace(0, 6, 50)))
+    assert [end for end in ends if end[1:] != (130, "", True)] == []
+
+
+def test_the_second_ctrl_c_ends_the_run_at_once():
+    code = (
+        "import signal, time; from common.run.runner import _die, stop_signals\n"
+        "with stop_signals(_die) as received:\n"
+        "    signal.raise_signal(signal.SIGTERM); print(received, flush=True)\n"
+        "    signal.raise_signal(signal.SIGINT); print('never')"
+    )
+    ran = run_alone(program=("-c", code))
+    assert ran == (130, "[<Signals.SIGTERM: 15>]\n", "killed by SIGINT\n")
 
 
 def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):

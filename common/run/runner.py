@@ -61,9 +61,9 @@ def run(
     Exit codes: 0 trained and evaluated; 2 bad input or a failing environment, after one line that
     says what to do; 130 and 143 stopped by Ctrl-C or SIGTERM, after a last checkpoint.
     """
-    with cli.exit_codes("--debug" in sys.argv):
+    with cli.exit_codes("--debug" in sys.argv), stop_signals(_die) as received:
         options = cli.parse(config_class, presets)
-        sys.exit(_Run(trainer_class, options, num_cores).execute())
+        sys.exit(_Run(trainer_class, options, num_cores).execute(received))
 
 
 class _Run:
@@ -81,39 +81,38 @@ class _Run:
         self.first_step = 0
         self.start_time = time.time()
 
-    def execute(self) -> int:
+    def execute(self, received: list[signal.Signals]) -> int:
+        """Do all of it, unless a signal is `received` on the way; return the exit code."""
         self._check_before_start()
         self._choose_device()
         trainer = self._make_trainer()
-        say = self.console.print
         if self.run.resume:
-            resume(trainer, self.folder() / "checkpoints", say)
+            resume(trainer, self.folder() / "checkpoints", self.console.print)
             self.first_step = int(trainer.state.step)
         if self.run.num_devices > 1:
             shard_over_devices(trainer, self.run.num_devices)
         try:
-            stopped_by = self._train(trainer)
-            if stopped_by is None:
+            self._train(trainer, received)
+            if not received:
                 self._report(trainer)
-                return 0
         except UserError as error:
             where = f"; run folder: {self._folder}" if self._folder else ""
             raise UserError(f"{error}{where}") from error
+        if not received:
+            return 0
         hint = f"go on with --resume {self._folder}" if self._folder else "nothing was learned yet"
-        say(f"stopped by {stopped_by.name}; {hint}")
-        return 128 + stopped_by
+        self.console.print(f"stopped by {received[0].name}; {hint}")
+        return 128 + received[0]
 
-    def _train(self, trainer: Trainer) -> signal.Signals | None:
-        """Train to the end, or until a signal; return that signal."""
+    def _train(self, trainer: Trainer, received: list[signal.Signals]) -> None:
+        """Train to the end, or until a signal."""
         self.start_time = time.time()
-        with stop_signals() as received:
-            self.console.print(self._describe())
-            call = self._decorated(_unless(received)(start))
-            with contextlib.closing(call(trainer)) as training:
-                for log_data in training:
-                    if received and ends_log_point(log_data):
-                        break
-        return received[0] if received else None
+        self.console.print(self._describe())
+        call = self._decorated(_unless(received)(start))
+        with contextlib.closing(call(trainer)) as training:
+            for log_data in training:
+                if received and ends_log_point(log_data):
+                    break
 
     def folder(self) -> Path:
         """Return the run folder, made with config and code when first asked for."""
@@ -296,15 +295,21 @@ class _Run:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Generator[list[signal.Signals], None, None]:
-    """Collect the first Ctrl-C or SIGTERM instead of dying; the second one kills as usual."""
+def stop_signals(
+    second: Callable[[int, Any], None] | None = None,
+) -> Generator[list[signal.Signals], None, None]:
+    """Collect the first Ctrl-C or SIGTERM instead of dying; the `second` one kills as usual.
+
+    An exception that a signal raises in the midst of JAX is lost where C++ calls Python, in a
+    callback of the garbage collector for one, or ends the process with a segmentation fault.
+    """
     received: list[signal.Signals] = []
     caught = (signal.SIGINT, signal.SIGTERM)
 
     def receive(number: int, frame: Any) -> None:
         received.append(signal.Signals(number))
         for one in caught:
-            signal.signal(one, previous[one])
+            signal.signal(one, second or previous[one])
 
     previous = {one: signal.signal(one, receive) for one in caught}
     try:
@@ -314,13 +319,19 @@ def stop_signals() -> Generator[list[signal.Signals], None, None]:
             signal.signal(one, previous[one])
 
 
+def _die(number: int, frame: Any) -> None:
+    """End at once, without what exceptions and destructors would do on the way."""
+    os.write(2, f"killed by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
+
+
 def _unless(received: list[signal.Signals]) -> Callable[[Call], Call]:
     """Decorate `Trainer.__call__`: a signal before the first log point ends it without a trace."""
 
     def decorate(call: Call) -> Call:
         def started(trainer: Trainer) -> Generator[dict, None, None]:
             with contextlib.closing(call(trainer)) as inner:
-                for count, log_data in enumerate(inner):
+                for count, log_data in enumerate(inner if not received else ()):
                     if received and count == 0:
                         return
                     yield log_data
