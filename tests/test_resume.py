@@ -308,14 +308,17 @@ def test_an_environment_that_fails_late_leaves_a_checkpoint(capsys, tmp_path, fa
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(tmp_path):
     folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
     assert checkpoint_steps(folder)[-2:] == [3000, 4000]
-    for file in (folder / "checkpoints" / "4000").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:10])
+    damaged = sorted((folder / "checkpoints" / "4000").rglob("d/*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:10])
+    name = damaged.relative_to(folder / "checkpoints" / "4000").as_posix()
     flags = ["--total-timesteps", 5000, "--checkpoint-frequency", 0, "--keep-checkpoints", 1]
     ran = run_alone("--resume", folder, *flags)
     assert (ran.code, ran.err) == (0, "")
-    assert f"warning: checkpoint 4000 of {folder} cannot be read" in ran.out
+    line = f"warning: checkpoint 4000 of {folder} cannot be read ({name} is damaged); set aside"
+    assert line in ran.out.splitlines()
     assert "resuming at step 3000" in ran.out
     assert {5000} <= set(checkpoint_steps(folder)) and 4000 not in checkpoint_steps(folder)
+    assert len(list((folder / "checkpoints").glob("4000.damaged-*"))) == 1
     epsilon = {step: v for step, name, v in rows_of(folder) if name == "charts/epsilon"}
     assert list(epsilon) == [1000, 2000, 3000, 4000, 5000]
     assert epsilon[4000] == pytest.approx(0.05)
@@ -324,6 +327,72 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(tmp_path):
     # The next --resume needs no flag to know the new end.
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 5000
     assert json.loads((folder / "result.json").read_text())["steps"] == 5000
+
+
+def test_a_flipped_byte_is_never_restored(tmp_path, capsys):
+    """One byte of every file of the newest checkpoint in turn: load takes the one before."""
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    newest, rng = folder / "checkpoints" / "4000", random.Random(0)
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    assert {"checksums.json", "metrics", "_METADATA", "manifest.ocdbt"} <= {f.name for f in files}
+    for path in files:
+        content = path.read_bytes()
+        place = rng.randrange(len(content))
+        flipped = bytes([content[place] ^ (1 << rng.randrange(8))])
+        path.write_bytes(content[:place] + flipped + content[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged"):
+            Checkpoints(folder / "checkpoints").check(4000)
+        path.write_bytes(content)
+    Checkpoints(folder / "checkpoints").check(4000)
+    path.write_bytes(b"")
+    capsys.readouterr()
+    assert load(folder).step == 3000
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"warning: checkpoint 4000 of {folder} cannot be")
+
+
+def test_files_that_vanish_or_appear_are_noticed(tmp_path):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run")) / "checkpoints"
+    (folder / "4000" / "default" / "more").write_text("x")
+    with pytest.raises(ValueError, match="default/more is damaged"):
+        Checkpoints(folder).check(4000)
+    (folder / "4000" / "default" / "more").unlink()
+    (folder / "4000" / "metrics" / "metrics").unlink()
+    with pytest.raises(ValueError, match="metrics/metrics is damaged"):
+        Checkpoints(folder).check(4000)
+    assert Checkpoints(folder).best_step() in (2000, 3000)
+
+
+def test_no_whole_checkpoint_is_one_line(tmp_path):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    for step in checkpoint_steps(folder):
+        (folder / "checkpoints" / str(step) / "checksums.json").write_text("{")
+    ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert (
+        ran.err
+        == f"error: {folder} has no checkpoint; give a run folder that training left behind\n"
+    )
+    assert ran.out.count("cannot be read (checksums.json is damaged); set aside") >= 2
+
+
+def test_a_missing_latest_checkpoint_is_named(tmp_path, capsys):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints" / "4000")
+    capsys.readouterr()
+    assert load(folder).step == 3000
+    line = f"warning: checkpoint 4000 of {folder}, the last one, is missing\n"
+    assert capsys.readouterr().out == line
+
+
+def test_metrics_csv_with_anything_in_it(tmp_path):
+    path = tmp_path / "metrics.csv"
+    good = "step,seconds,name,value\n100,1.5,charts/SPS,3.0\n"
+    bad = b"100,\xff\xfe,x,1\n" + b'200,1,"' + b"a" * 200_000 + b'",1\n\x00\n300,1\n"\n'
+    path.write_bytes(good.encode() + bad + b"400,2.0,charts/SPS,4.0\n")
+    assert read_metrics(path)[0] == (100, 1.5, "charts/SPS", 3.0)
+    assert read_metrics(path)[-1] == (400, 2.0, "charts/SPS", 4.0)
+    assert len(read_metrics(path)) <= 3
 
 
 def test_a_run_folder_of_an_earlier_release(tmp_path):

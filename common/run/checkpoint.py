@@ -2,10 +2,14 @@
 
 import contextlib
 import inspect
+import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,12 @@ from common.replay import ReplayState, interrupt
 from common.run.logger import ends_log_point
 from common.run.trainer import Call, Trainer, TrainState
 
+CHECKSUMS, LATEST = "checksums.json", "latest_step"
+CHUNK = 1 << 20  # bytes read at once: a replay buffer must not enter memory a second time
+
 
 class Checkpoints:
-    """The checkpoints of one folder, written by orbax.
+    """The checkpoints of one folder, written by orbax, with a checksum of each of their files.
 
     Without `keep` they are for reading: another process may be writing at the same time.
     """
@@ -38,31 +45,63 @@ class Checkpoints:
             n=1,
             keep_checkpoints_without_metrics=False,
         )
-        latest = managers.LatestN(keep or 1)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=managers.AnyPreservationPolicy([latest, best]),
+        policy = managers.AnyPreservationPolicy([managers.LatestN(keep or 1), best])
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy,
             best_fn=lambda metrics: metrics["return"],
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=keep is not None,
-            create=keep is not None,
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def steps(self) -> list[int]:
-        """Return the steps that can be restored, oldest first."""
-        return sorted(self._manager.all_steps())
+        """Return the steps that were written to the end, oldest first."""
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
 
     def best_step(self) -> int | None:
-        """Return the step with the highest return, or None if no return was ever known."""
-        return self._manager.best_step()
+        """Return the step with the highest return, or None if no return is known."""
+        returns = {}
+        for step in self.steps():
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                metrics = json.loads((self.folder / str(step) / "metrics/metrics").read_text())
+                returns[step] = float(metrics["return"])
+        return max(returns, key=lambda step: (returns[step], step), default=None)
+
+    def missing_step(self) -> int | None:
+        """Return the step written last if it is not there any more."""
+        try:
+            latest = int((self.folder / LATEST).read_text())
+        except (OSError, ValueError):
+            return None
+        return None if latest in self.steps() else latest
 
     def save(self, step: int, state: Any, episode_return: float | None) -> None:
         """Write a checkpoint; a killed or failed write leaves the earlier ones as they are."""
         metrics = None if episode_return is None else {"return": episode_return}
         with _quiet_orbax():
-            self._manager.save(
+            manager = self._ocp.CheckpointManager(self.folder.absolute(), options=self._options)
+            manager.save(
                 step, args=self._ocp.args.StandardSave(_filled(state)), metrics=metrics, force=True
             )
+        sums = json.dumps(_checksums(self.folder / str(step)))
+        write_atomically(self.folder / str(step) / CHECKSUMS, sums)
+        write_atomically(self.folder / LATEST, str(step))
+
+    def check(self, step: int) -> None:
+        """Compare the files of a step with their checksums; 0.1.0 wrote none.
+
+        Raises:
+            ValueError: names a file that is damaged, missing or new.
+        """
+        path = self.folder / str(step) / CHECKSUMS
+        if not path.exists():
+            return
+        try:
+            expected = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{CHECKSUMS} is damaged") from error
+        found = _checksums(self.folder / str(step))
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise ValueError(f"{name} is damaged")
 
     def restore(self, step: int, like: Any) -> Any:
         """Return the checkpoint of a step, with the structure, shapes and dtypes of `like`.
@@ -70,17 +109,47 @@ class Checkpoints:
         Raises:
             ValueError, OSError, KeyError: it is damaged or holds something else.
         """
+        self.check(step)
+        ocp, path = self._ocp, self.folder.absolute() / str(step) / "default"
         with _quiet_orbax():
             abstract = _abstract(jax.eval_shape(_filled, like))
-            restored = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+            checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+            restored = checkpointer.restore(path, args=ocp.args.StandardRestore(abstract))
         return jax.tree.map(
             lambda x, y: y if x.size else jnp.zeros(x.shape, x.dtype), like, restored
         )
 
+    def set_aside(self, step: int) -> None:
+        """Rename a damaged step, so that saving goes on without it."""
+        path = self.folder / str(step)
+        path.rename(path.with_name(f"{step}.damaged-{time.time_ns()}"))
+
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps."""
         for later in (s for s in self.steps() if s > step):
-            self._manager.delete(later)
+            shutil.rmtree(self.folder / str(later))
+        write_atomically(self.folder / LATEST, str(step))
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of every file below a folder by its relative path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    return {path.relative_to(folder).as_posix(): _crc32(path) for path in files}
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Write in one step: a kill leaves the old file or the new one."""
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(content)
+    os.replace(fresh, path)
 
 
 def _filled(state: Any) -> Any:
@@ -216,8 +285,9 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     Raises:
         UserError: there is no checkpoint, or none that fits this algorithm and configuration.
     """
+    _set_damaged_aside(Checkpoints(folder), say)
     state, step = restore_state(trainer, folder, None, say)
-    Checkpoints(folder, keep=1).drop_after(step)
+    Checkpoints(folder).drop_after(step)
     if trainer.env.restorable:
         say(f"resuming at step {step}")
     else:
@@ -232,6 +302,17 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     trainer.state = jax.device_put(state, jax.devices()[0])
 
 
+def _set_damaged_aside(checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
+    """Look at every step, as the next save does, and take those away that it could not read."""
+    for step in checkpoints.steps():
+        try:
+            checkpoints.check(step)
+        except (OSError, ValueError) as error:
+            checkpoints.set_aside(step)
+            where = checkpoints.folder.parent
+            say(f"warning: checkpoint {step} of {where} cannot be read ({error}); set aside")
+
+
 def restore_state(
     trainer: Trainer, folder: Path, step: int | None, say: Callable[[str], None]
 ) -> tuple[Any, int]:
@@ -242,7 +323,9 @@ def restore_state(
     Raises:
         UserError: there is none, or none that fits.
     """
-    steps = Checkpoints(folder).steps() if folder.is_dir() else []
+    steps = Checkpoints(folder).steps()
+    if step is None and (missing_step := Checkpoints(folder).missing_step()) is not None:
+        say(f"warning: checkpoint {missing_step} of {folder.parent}, the last one, is missing")
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         hint = "give a run folder that training left behind"
@@ -256,8 +339,9 @@ def restore_state(
         try:
             return Checkpoints(folder).restore(candidate, like), candidate
         except Exception as error:
-            problem = problem or _brief(error)
-            say(f"warning: checkpoint {candidate} of {folder.parent} cannot be read")
+            reason = _brief(error)
+            problem = problem or reason
+            say(f"warning: checkpoint {candidate} of {folder.parent} cannot be read ({reason})")
     raise UserError(
         f"no checkpoint of {folder.parent} can be restored into this algorithm and configuration "
         f"({problem}); give the run folder of the same algorithm and environment"

@@ -193,10 +193,10 @@ class CsvSink:
 def read_metrics(path: Path) -> list[tuple[int, float, str, float]]:
     """Return the rows of a metrics.csv: step, seconds, name, value; torn ones are left out."""
     rows = []
-    with path.open(newline="") as file:
-        for row in csv.reader(file):
-            with contextlib.suppress(ValueError):
-                step, seconds, name, value = row
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, csv.Error, StopIteration):
+                step, seconds, name, value = next(csv.reader([line]))
                 rows.append((int(step), float(seconds), name, float(value)))
     return rows
 

@@ -24,7 +24,7 @@ from common.envs import resolve_backend
 from common.errors import UserError, one_line
 
 from common.run import cli, threads
-from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.checkpoint import Checkpoints, checkpointer, resume, write_atomically
 from common.run.config import flag_of
 from common.run.devices import shard_over_devices
 from common.run.evaluator import evaluator
@@ -392,10 +392,7 @@ def _make_unique(parent: Path, name: str) -> Path:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write in one step: a kill leaves the old file or the new one."""
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(content, indent=2))
-    os.replace(fresh, path)
+    write_atomically(path, json.dumps(content, indent=2))
 
 
 def _check_writable(path: Path, flag: str) -> None:
