@@ -38,14 +38,13 @@ def main(options: EvaluateOptions) -> None:
     if wanted not in ("latest", "best") and not wanted.isdecimal():
         raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
     threads.use_cores(1)
+    from common.run.evaluator import episodes, shown_return
     from common.run.load import load
 
     policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
     logs = policy.trainer.evaluate(options.episodes)["logs"]
-    print(
-        f"{logs['charts/evaluation_return']:.1f} ± {logs['charts/evaluation_std']:.1f} "
-        f"over {options.episodes} episodes, checkpoint {policy.step}"
-    )
+    result = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
+    print(f"{result} over {episodes(options.episodes)}, checkpoint {policy.step}")
     if options.video:
         from common.run.video import save_video
 

@@ -2,7 +2,9 @@
 
 import ast
 import difflib
+import functools
 import importlib
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
@@ -18,7 +20,7 @@ from common.envs.env import (
     scale_action,
     sub_spaces,
 )
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 __all__ = [
     "Env",
@@ -27,6 +29,7 @@ __all__ = [
     "EnvState",
     "EpisodeSummary",
     "TimeStep",
+    "config_backend",
     "make_env",
     "require_action_space",
     "require_bounded_actions",
@@ -74,9 +77,7 @@ def make_env(
     Raises:
         UserError: unknown id, backend, module or option, or an unsupported space.
     """
-    if config.env_module:
-        _import(config.env_module)
-    backend = resolve_backend(config.env_id, config.env_backend)
+    backend = config_backend(config)
     options = _parse_kwargs(config.env_kwargs)
     entropy = [config.seed, PURPOSES.index(purpose), first_step]
     words = np.random.SeedSequence(entropy).generate_state(num_envs or config.num_envs)
@@ -85,6 +86,21 @@ def make_env(
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
     return env
+
+
+def config_backend(config: EnvConfig) -> EnvBackend:
+    """Import the module of a configuration, and return the backend that serves its environment.
+
+    An id that the module registers is Gymnasium's, whatever else knows it, unless the configuration
+    names a backend.
+
+    Raises:
+        UserError: if the module cannot be imported, or no backend knows the id.
+    """
+    registered = _registered_by(config.env_module) if config.env_module else set()
+    if config.env_backend == "auto" and config.env_id in registered:
+        return "gymnasium"
+    return resolve_backend(config.env_id, config.env_backend)
 
 
 def _make_backend(
@@ -151,9 +167,10 @@ def _known_ids(backend: str, env_id: str) -> list[str]:
     try:
         library = importlib.import_module(family)
     except ImportError as error:
-        raise UserError(
-            f"{env_id} needs the package {family}; pip install 'quartet-rl[jax-envs]'"
-        ) from error
+        problem = f"needs the package {family}"
+        if getattr(error, "name", None) != family:
+            problem = f"needs the package {family}, which cannot be imported ({one_line(error)})"
+        raise UserError(f"{env_id} {problem}; pip install 'quartet-rl[jax-envs]'") from error
     names = library.registered_envs if family == "gymnax" else library.available_envs()
     return [f"{family}/{name}" for name in names]
 
@@ -165,14 +182,22 @@ def _unknown_id(env_id: str, backend: str, candidates: list[str]) -> str:
     return f"unknown --env-id {env_id!r} for {where}; {hint} (--env-module imports your own first)"
 
 
-def _import(module: str) -> None:
+@functools.cache
+def _registered_by(module: str) -> set[str]:
+    """Import a module, from the current folder too, and return the ids that it registers."""
+    import gymnasium
+
+    before = dict(gymnasium.registry)
+    if "" not in sys.path:
+        sys.path.append("")
     try:
         importlib.import_module(module)
     except Exception as error:
         raise UserError(
             f"--env-module {module!r} could not be imported ({error}); "
-            "give a module on PYTHONPATH that registers the environment"
+            "give a module in this folder or on PYTHONPATH that registers the environment"
         ) from error
+    return {name for name, spec in gymnasium.registry.items() if before.get(name) is not spec}
 
 
 def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:

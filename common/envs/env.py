@@ -275,6 +275,22 @@ def scale_action(space: Any, action: Array) -> Array:
     return jnp.clip(center + half * action, low, high)
 
 
+def to_space(space: spaces.Space, action: Any) -> Any:
+    """Return 32-bit actions [..., *action] in the space's own dtype, bounds and count.
+
+    Discrete actions are counted from the space's `start`; the learner counts from 0. A bound of a
+    float64 Box, rounded to float32, can lie outside the Box.
+    """
+    if isinstance(space, spaces.Dict):
+        return {k: to_space(space[k], action[k]) for k in space.spaces}
+    if isinstance(space, spaces.Tuple):
+        return tuple(to_space(s, a) for s, a in zip(space.spaces, action, strict=True))
+    if isinstance(space, spaces.Box):
+        return np.clip(action.astype(space.dtype), space.low, space.high)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    return action + space.start
+
+
 def describe_failure(failure: Exception) -> str:
     """Return one line about an exception that an environment raised."""
     text = one_line(failure) or "no message"

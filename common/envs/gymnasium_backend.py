@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from common.envs.env import sub_spaces
+from common.envs.env import sub_spaces, to_space
 from common.envs.host import HostStep
 from common.errors import UserError, one_line
 
@@ -81,7 +81,7 @@ class GymnasiumStepper:
 
     def step(self, action: Any) -> HostStep:
         """Step all environments once; a copy that ended is reset instead."""
-        action = _to_space(self.action_space, action)
+        action = to_space(self.action_space, action)
         result: tuple = self.envs.step(action)
         obs, reward, terminated, truncated, _ = result
         return HostStep(obs, reward, terminated, truncated, reward, terminated | truncated)
@@ -99,19 +99,3 @@ class GymnasiumStepper:
     def close(self) -> None:
         """Free the environments."""
         self.envs.close()
-
-
-def _to_space(space: spaces.Space, action: Any) -> Any:
-    """Return a 32-bit action in the space's own dtype, bounds and count.
-
-    Discrete actions are counted from the space's `start`; the learner counts from 0. A bound of a
-    float64 Box, rounded to float32, can lie outside the Box.
-    """
-    if isinstance(space, spaces.Dict):
-        return {k: _to_space(space[k], action[k]) for k in space.spaces}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_to_space(s, a) for s, a in zip(space.spaces, action, strict=True))
-    if isinstance(space, spaces.Box):
-        return np.clip(action.astype(space.dtype), space.low, space.high)
-    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    return action + space.start

@@ -156,6 +156,17 @@ class Evaluator:
         return lax.while_loop(goes_on, step, play)
 
 
+def shown_return(mean: float, deviation: float) -> str:
+    """Return `mean ± deviation` with the digits that matter: more of them where both are small."""
+    digits = 1 if max(abs(mean), deviation) >= 10 else 3
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+
+
+def episodes(count: int) -> str:
+    """Return a number of episodes in words."""
+    return f"{count} episode{'s' * (count != 1)}"
+
+
 def _evaluation_key(seed: int, step: int) -> Array:
     return jax.random.fold_in(jax.random.key(seed), step)
 

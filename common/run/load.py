@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from common import __version__
-from common.envs.env import sub_spaces
+from common.envs.env import sub_spaces, to_space
 from common.errors import UserError
 from common.networks import Memory
 
@@ -32,11 +32,11 @@ class Policy:
         self._act = jax.jit(trainer.evaluator.act)
         self._core: Any = None
 
-    def predict(self, obs: Any) -> np.ndarray:
+    def predict(self, obs: Any) -> Any:
         """Return the evaluation actions [B, *action] for a batch of observations [B, *obs].
 
-        A single observation [*obs] gives a single action. A recurrent policy remembers from call to
-        call; call `reset` where an episode starts.
+        A single observation [*obs] gives a single action, as `env.step` takes it. A recurrent
+        policy remembers from call to call; call `reset` where an episode starts.
 
         Raises:
             UserError: the observations have another shape than the environment's.
@@ -50,7 +50,8 @@ class Policy:
             self._core = self.trainer.evaluator.initial_core(size)
         memory = Memory(self._core, jnp.ones(size, bool))
         action, self._core = self._act(self.trainer.state.learner, batch, key, memory)
-        return jax.tree.map(lambda x: np.asarray(x[0] if single else x), action)
+        action = to_space(self.trainer.env.action_space, jax.tree.map(np.asarray, action))
+        return jax.tree.map(lambda x: x[0], action) if single else action
 
     def reset(self, started: Any = None) -> None:
         """Forget the past: of all episodes, or of those that `started` [B] marks."""

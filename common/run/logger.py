@@ -290,7 +290,8 @@ class ConsoleSink:
             self._latest[short] = logs.get(name, self._latest[short])
         shown = {k: v for k, v in self._latest.items() if not math.isnan(v)}
         text = "  ".join(
-            f"{k} {v:,.0f}" if k == "SPS" else f"{k} {v:.1f}" for k, v in shown.items()
+            f"{k} {v:,.0f}" if k == "SPS" else f"{k} {v:.{1 if abs(v) >= 10 else 3}f}"
+            for k, v in shown.items()
         )
         if self._progress:
             self._progress.update(self._task, completed=step, text=text)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,14 @@ import numpy as np
 from rich.panel import Panel
 
 from common import __version__
-from common.envs import resolve_backend
+from common.envs import config_backend, resolve_backend
 from common.errors import UserError, one_line
 
 from common.run import cli, threads
 from common.run.checkpoint import Checkpoints, checkpointer, resume, write_atomically
 from common.run.config import flag_of
 from common.run.devices import shard_over_devices
-from common.run.evaluator import evaluator
+from common.run.evaluator import episodes, evaluator, shown_return
 from common.run.logger import (
     ConsoleSink,
     CsvSink,
@@ -87,8 +88,7 @@ class _Run:
         self._choose_device()
         trainer = self._make_trainer()
         if self.run.resume:
-            resume(trainer, self.folder() / "checkpoints", self.console.print)
-            self.first_step = int(trainer.state.step)
+            self._resume(trainer)
         if self.run.num_devices > 1:
             shard_over_devices(trainer, self.run.num_devices)
         try:
@@ -103,6 +103,19 @@ class _Run:
         hint = f"go on with --resume {self._folder}" if self._folder else "nothing was learned yet"
         self.console.print(f"stopped by {received[0].name}; {hint}")
         return 128 + received[0]
+
+    def _resume(self, trainer: Trainer) -> None:
+        resume(trainer, self.folder() / "checkpoints", self.console.print)
+        self.first_step, total = int(trainer.state.step), self.config.total_timesteps
+        if self.first_step > total:
+            trainer.env.close()
+            raise UserError(
+                f"--total-timesteps {total} is below step {self.first_step}, which "
+                f"{self.folder()} has reached; give at least that"
+            )
+        if self.first_step == total:
+            say = self.console.print
+            say(f"all {total:,} steps are done; --total-timesteps above that trains on")
 
     def _train(self, trainer: Trainer, received: list[signal.Signals]) -> None:
         """Train to the end, or until a signal."""
@@ -121,6 +134,7 @@ class _Run:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
             folder = _make_unique(Path(self.logging.runs_dir), name)
+            _hold(folder)
             try:
                 _write_json(folder / "config.json", self._flags())
                 shutil.copyfile(self.source, folder / self.source.name)
@@ -148,7 +162,9 @@ class _Run:
         device = jax.devices()[0]
         cores = " and ".join(map(str, self.cores))
         held = {0: "", 1: f", one core ({cores})"}.get(len(self.cores), f", cores {cores}")
-        backend = resolve_backend(self.config.env_id, self.config.env_backend)
+        backend: str = config_backend(self.config)
+        if backend != resolve_backend(self.config.env_id, self.config.env_backend):
+            backend += f", as {self.config.env_module} registers it"
         return (
             f"{self.algo} on {self.config.env_id} ({backend}), "
             f"preset {self.run.preset}, seed {self.config.seed}, {device.platform}{held}"
@@ -158,6 +174,7 @@ class _Run:
         if self.run.resume:
             _check_resume(Path(self.run.resume), self.config, self.run.num_seeds)
             _check_writable(Path(self.run.resume), "--resume")
+            _hold(Path(self.run.resume))
         else:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
         if self.run.num_seeds > 1 and self.run.num_devices > 1:
@@ -248,7 +265,7 @@ class _Run:
         title = f"{self.algo} on {self.config.env_id}, {seeds}"
         lines = [
             f"{title}: {self.config.total_timesteps:,} steps",
-            f"evaluation over {self.run.eval_episodes} episodes: {mean:.1f} ± {std:.1f}",
+            f"evaluation over {episodes(self.run.eval_episodes)}: {shown_return(mean, std)}",
             f"run folder: {folder}",
         ]
         if self.run.num_seeds > 1:
@@ -376,6 +393,21 @@ def _check_finite(step: int, logs: dict[str, float], learner: Any) -> None:
                 f"{name.lstrip('.')} is not finite at step {step}: lower --learning-rate, or look "
                 "for a division or logarithm of zero before it"
             )
+
+
+_held: list[IO] = []
+
+
+def _hold(folder: Path) -> None:
+    """Keep other processes from training in a run folder until this one ends."""
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"{folder} is in use by another process; wait until it ends, or stop it"
+        ) from error
+    _held.append(lock)
 
 
 def _make_unique(parent: Path, name: str) -> Path:
