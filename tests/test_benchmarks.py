@@ -220,7 +220,7 @@ def test_a_failing_item_is_recorded_and_the_others_go_on(
     programs = {
         "device": 'print(\'{"status": "ok", "detail": "GPU X", "figures": {}}\')',
         "envpool": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-        "float64": "import sys; sys.exit('first\\nlast line\\n---\\nFor simplicity, JAX has removed')",
+        "float64": "raise SystemExit('first\\nlast line\\n---\\nFor simplicity, JAX has removed')",
         "dqn-8": "import subprocess; subprocess.run(['sleep', '60'])",
         "ppo-8": 'print(\'{"status": "ok", "detail": "d", "figures": {"loop": 2, "env": 4}}\')',
     }
