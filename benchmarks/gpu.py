@@ -36,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +179,8 @@ def run_alone(command: list[str], seconds: float, variables: Any) -> Ended:
 
     Into files, not pipes: a pipe stays open as long as any child of the process lives.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    file = partial(tempfile.TemporaryFile, "w+", errors="replace")
+    with file() as out, file() as err:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
