@@ -38,7 +38,9 @@ def describe_commit() -> str:
         changed = git(["git", "diff", "--quiet", "HEAD", "--", "algos", "common"])
     except FileNotFoundError:
         return "unknown"
-    return head.stdout.strip() + "-dirty" * bool(changed.returncode) or "unknown"
+    if head.returncode:
+        return "unknown"
+    return head.stdout.strip() + "-dirty" * bool(changed.returncode)
 
 
 def cpu_model() -> str:

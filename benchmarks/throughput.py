@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tyro
@@ -85,10 +86,15 @@ def run_worker(options: Any, cores: set[int], program: str = __file__) -> dict[s
     return in_process([program, *flags, "--num-envs", *map(str, options.num_envs)], cores)
 
 
-def in_process(command: list[str], cores: set[int], python: str | None = None) -> Any:
+def in_process(
+    command: list[str],
+    cores: set[int],
+    python: str | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """Run a Python program on the given cores; return its last line, which is JSON."""
     command = [python or sys.executable, *command]
-    environment = os.environ | ({"NPROC": "1"} if len(cores) == 1 else {})
+    environment = {**os.environ, **({"NPROC": "1"} if len(cores) == 1 else {}), **variables}
     with on_cores(cores):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -193,21 +199,28 @@ def loop_measure(config: Any) -> Measure:
 
 
 def env_measure(config: Any, purpose: Any = "evaluate") -> Measure:
-    """Vector steps of the environments alone."""
+    """Vector steps of the environments alone, with actions drawn evenly from between the bounds."""
     import jax
+    import numpy as np
     from jax import lax
 
     from common.envs import make_env
+    from common.envs.env import action_bounds
 
     env = make_env(config, purpose)
-    num_actions = int(env.action_space.n)  # type: ignore[attr-defined]
+    low, high = action_bounds(env.action_space)
+    is_float = np.issubdtype(low.dtype, np.floating)
+    shape = (config.num_envs, *(env.action_space.shape or ()))
 
     @jax.jit
     def steps(state: Any, key: Any, count: int) -> Any:
         def step(_: Any, carry: Any) -> Any:
             state, key = carry
             key, action_key = jax.random.split(key)
-            action = jax.random.randint(action_key, (config.num_envs,), 0, num_actions)
+            if is_float:
+                action = jax.random.uniform(action_key, shape, minval=low, maxval=high)
+            else:
+                action = jax.random.randint(action_key, shape, low, high + 1)
             return env.step(state, action)[0], key
 
         return lax.fori_loop(0, count, step, (state, key))

@@ -36,6 +36,7 @@ from throughput import (
     Measure,
     describe_figures,
     describe_machine,
+    env_measure,
     in_process,
     median_rates,
 )
@@ -122,12 +123,14 @@ def loops(options: Options) -> dict[str, float]:
 
 def measure_all(options: Options) -> dict[str, Any]:
     """Return rates by name, and for each algorithm where the time of a step goes."""
+    from algos.sac import Config
+
     measures: dict[str, tuple[Measure, float]] = {"gemm": (gemm_measure(), 2 * 256**3 / 1e9)}
     trainers = {algo: make_trainer(algo) for algo in options.algos}
     for algo, trainer in trainers.items():
         measures[f"loop {algo}"] = loop_measure(trainer), 1.0
         measures[f"learn {algo}"] = learn_measure(make_trainer(algo), algo), 1.0
-    measures["env"] = env_measure(), 1.0
+    measures["env"] = env_measure(Config("HalfCheetah-v4")), 1.0
     rates = median_rates(measures, options.repeats, options.seconds)
     for algo in options.algos:
         rates[f"limit {algo}"] = rates["gemm"] * 1e9 / count_flops(algo)
@@ -188,34 +191,6 @@ def learn_measure(trainer: Any, algo: str) -> Measure:
 
     def run(count: int) -> None:
         carry[0] = jax.block_until_ready(updates(carry[0], count))
-
-    return run
-
-
-def env_measure() -> Measure:
-    """Steps of the environment alone."""
-    import jax
-    from jax import lax
-
-    from algos.sac import Config
-    from common.envs import make_env
-
-    env = make_env(Config("HalfCheetah-v4"), "evaluate")
-
-    @jax.jit
-    def steps(state: Any, key: Any, count: int) -> Any:
-        def step(_: Any, carry: Any) -> Any:
-            state, key = carry
-            key, action_key = jax.random.split(key)
-            action = jax.random.uniform(action_key, (1, ACTIONS), minval=-1.0)
-            return env.step(state, action)[0], key
-
-        return lax.fori_loop(0, count, step, (state, key))
-
-    carry = [env.reset(jax.random.key(0)), jax.random.key(1)]
-
-    def run(count: int) -> None:
-        carry[:] = jax.block_until_ready(steps(*carry, count))
 
     return run
 

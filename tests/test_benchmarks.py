@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from algos.ppo import Config
@@ -18,6 +21,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import conv  # noqa: E402
+import gpu  # noqa: E402
+import gpu_items  # noqa: E402
 import pong_torch  # noqa: E402
 import same_bits  # noqa: E402
 import throughput  # noqa: E402
@@ -169,3 +174,151 @@ def test_the_bits_of_a_run_are_those_of_its_seed() -> None:
     assert len(runs[0][-1]) == 64 and not any("SPS" in line for line in runs[0])
     names = {line.split()[1] for line in runs[0][:-1]}
     assert {"losses/td_loss", "losses/q_values", "charts/updates", "charts/epsilon"} <= names
+
+
+# On a GPU
+
+
+def gpu_results(**entries: tuple[str, str, dict[str, float]]) -> dict[str, Any]:
+    """Results as gpu.py writes them; each entry is (status, detail, figures)."""
+    kinds = {name: "rate" if "_" in name else "check" for name in entries}
+    keys = "status", "detail", "figures"
+    items = {
+        name.replace("_", "-"): {"kind": kinds[name], "seconds": 2.5}
+        | dict(zip(keys, entry, strict=True))
+        for name, entry in entries.items()
+    }
+    return {"machine": MACHINE | {"device": "GPU X"}, "small": False, "items": items}
+
+
+def test_gpu_table_by_hand() -> None:
+    results = gpu_results(
+        envpool=("ok", "all equal", {}),
+        resume=("failed", "ValueError: a | b", {}),
+        dqn_8=("ok", "", {"loop": 1500.0, "env": 6000.0}),
+        ppo_8=("skipped", "time is up", {}),
+        seeds_4=("ok", "", {"loop": 900.0, "one_seed": 300.0}),
+    )
+    title = "GPU X: CPU, 2 cores, jax 1.2, commit abc, `python x.py`"
+    assert gpu.as_table(results).splitlines() == [
+        *(title, ""),
+        *("| check | result | seconds | |", "|---|---|---|---|"),
+        "| envpool | ok | 2.5 | all equal |",
+        r"| resume | failed | 2.5 | ValueError: a \| b |",
+        "",
+        "| env steps a second | loop | environments alone | loop / environments |",
+        "|---|---|---|---|",
+        "| dqn-8 | 1,500 | 6,000 | 25% |",
+        "| ppo-8 | skipped: time is up | | |",
+        "| seeds-4 | 900 | one seed: 300 | 3.0 times |",
+    ]
+
+
+def test_a_failing_item_is_recorded_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {
+        "device": 'print(\'{"status": "ok", "detail": "GPU X", "figures": {}}\')',
+        "envpool": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "float64": "raise SystemExit('first\\nlast line\\n---\\nFor simplicity, JAX has removed')",
+        "dqn-8": "import subprocess; subprocess.run(['sleep', '60'])",
+        "ppo-8": 'print(\'{"status": "ok", "detail": "d", "figures": {"loop": 2, "env": 4}}\')',
+    }
+    written: list[int] = []
+
+    def run_alone(command: list[str], seconds: float, variables: Any) -> gpu.Ended:
+        name = command[command.index("--worker") + 1]
+        file = tmp_path / "gpu.json"
+        written.append(len(json.loads(file.read_text())["items"]) if file.exists() else 0)
+        seconds = 0.5 if name == "dqn-8" else seconds
+        return run([sys.executable, "-c", programs[name]], seconds, variables)
+
+    run = gpu.run_alone
+    monkeypatch.setattr(gpu, "run_alone", run_alone)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    options = gpu.Options(items=("ppo-8", "envpool", "float64", "dqn-8"), out=str(tmp_path))
+    assert gpu.main(options) == 1
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: x["status"] for name, x in results["items"].items()} == {
+        "envpool": "failed",
+        "float64": "failed",
+        "dqn-8": "failed",
+        "ppo-8": "ok",
+    }
+    details = [results["items"][name]["detail"] for name in ("envpool", "float64", "dqn-8")]
+    assert details[0].startswith("died of SIGSEGV")
+    assert details[1] == "exit code 1: last line"
+    assert details[2].startswith("given up after") and results["items"]["dqn-8"]["seconds"] < 30
+    assert written == [0, 0, 1, 2, 3], "the results are written after each item"
+    assert "| ppo-8 | 2 | 4 | 50% |" in (tmp_path / "gpu.md").read_text()
+    monkeypatch.setitem(programs, "dqn-8", "raise SystemExit('no such kernel')")
+    assert gpu.main(gpu.Options(items=("dqn-8",), out=str(tmp_path))) == 0, "no check failed"
+
+
+def test_after_the_time_limit_items_are_skipped() -> None:
+    now, given = [100.0], []
+
+    def run(item: gpu_items.Item, seconds: float) -> dict[str, Any]:
+        given.append((item.name, seconds))
+        now[0] += min(item.run(), seconds)  # type: ignore[arg-type]
+        entry = {"status": "ok", "detail": "", "figures": {}, "seconds": seconds}
+        return entry | ({"given_up": True, "status": "failed"} if item.run() > seconds else {})  # type: ignore
+
+    lengths = {"a": 40, "b": 70, "c": 9, "d": 500, "e": 1}
+    items = [gpu_items.Item(n, n != "c", lambda n=n: lengths[n], 60.0) for n in lengths]  # type: ignore
+    got = dict(gpu.run_all(items, run, 110.0, 100.0, lambda: now[0]))
+    assert given == [("a", 60.0), ("b", 60.0), ("c", 35.0), ("d", 26.0)]
+    statuses = [got[name]["status"] for name in lengths]
+    assert statuses == ["ok", "failed", "ok", "skipped", "skipped"]
+    assert got["e"]["detail"] == "--seconds-limit 110 was used up"
+    assert "cut off 25 s after" in got["d"]["detail"]
+    assert got["c"]["kind"] == "rate" and "given_up" not in got["b"]
+
+
+def test_different_steps_and_curves_are_found() -> None:
+    flags, obs = np.array([[False, True]]), np.float32([[1, 2]])
+    arrays = [obs, obs, np.float32([[0, 1]]), flags, ~flags]
+    wide = [np.float64(x) if x.dtype == np.float32 else x for x in arrays]
+    outcome = gpu_items.compare_steps(arrays, wide, "1 step")
+    assert outcome == ("ok", "1 step, 2 ends of episodes: all 10 values equal", {"different": 0})
+    wide[2] = np.array([[0, 1.01]])
+    outcome = gpu_items.compare_steps(arrays, wide, "1 step")
+    assert outcome.status == "failed" and outcome.detail.endswith("different are 1 of reward")
+    no_ends = [*arrays[:3], np.zeros(2, bool), np.zeros(2, bool)]
+    assert gpu_items.compare_steps(no_ends, no_ends, "").status == "failed"
+    assert (
+        gpu_items.worst_difference(
+            [np.ones(2), np.array([3.0, 8])], [np.ones(2), np.array([4.0, 8])]
+        )
+        == 0.125
+    )
+    # Means 50 and 80; ranges 20 and 10, and a tenth of 80 is 8.
+    here, on_cpu = [[1.0, 1], [40.0, 60]], [[1.0, 1], [75.0, 85]]
+    assert gpu_items.compare_curves(here, on_cpu).status == "failed"
+    assert gpu_items.compare_curves(here, [[1.0, 1], [65.0, 70]]).status == "ok"
+
+
+def test_gpu_program_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--small", "--out", str(tmp_path)]
+    items = ["envpool", "donation", "dqn-8"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*command, "--items", *items], capture_output=True, text=True, env=environment, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(results["items"]) == items
+    assert {entry["status"] for entry in results["items"].values()} == {"ok"}
+    assert results["items"]["envpool"]["detail"].endswith("values equal")
+    figures = results["items"]["dqn-8"]["figures"]
+    assert figures["env"] > figures["loop"] > 0
+    machine = results["machine"]
+    assert machine["device"] == machine["platform"] == "cpu" and machine["num_devices"] == 1
+    assert {"jax", "commit", "command"} <= set(machine)
+    assert "| donation | ok |" in (tmp_path / "gpu.md").read_text()
+    unknown = subprocess.run(
+        [*command, "--items", "envpol"], capture_output=True, text=True, timeout=280
+    )
+    assert unknown.returncode == 2
+    (line,) = unknown.stderr.splitlines()
+    assert line.startswith("error: unknown --items 'envpol'; accepted are envpool, float64")
