@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
+
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
 # c51_jax.py, ppo.py, ppo_continuous_action.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
 PUBLISHED: dict[tuple[str, str, int], int] = {
@@ -94,38 +96,13 @@ def late_return(curve: Curve, total_steps: int, share: float = 0.1) -> float:
     return float(np.average(returns, weights=episodes))
 
 
-def on_common_steps(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Return env steps [P] and the returns of S curves there [S, P], interpolated linearly.
-
-    Steps before the first or after the last episode of any curve are left out.
-    """
-    if not all(curves):
-        return np.empty(0), np.empty((len(curves), 0))
-    points = [np.asarray(curve) for curve in curves]
-    steps = np.unique(np.concatenate([curve[:, 0] for curve in points]))  # [P]
-    outside = {"left": np.nan, "right": np.nan}
-    rows = [np.interp(steps, curve[:, 0], curve[:, 1], **outside) for curve in points]
-    returns = np.stack(rows)  # [S, P]
-    known = np.isfinite(returns).all(axis=0)
-    return steps[known].astype(int), returns[:, known]
-
-
 def curve_statistics(returns: np.ndarray) -> tuple[np.ndarray, ...]:
     """[S, P] -> mean, interquartile mean and ends of the mean's 95 % interval over seeds, [P] each.
 
-    The interval is the percentile bootstrap's, which stays defined where all seeds agree; from one
-    seed nothing can be said, and it is NaN.
+    From one seed nothing can be said, and the interval is NaN.
     """
-    from scipy.stats import bootstrap, trim_mean
-
-    mean, iqm = returns.mean(axis=0), trim_mean(returns, 0.25, axis=0)
-    low = high = np.full_like(mean, np.nan)
-    if len(returns) > 1 and returns.size:
-        resampled = bootstrap(
-            (returns,), np.mean, axis=0, n_resamples=2000, batch=100, method="percentile", rng=0
-        )
-        low, high = resampled.confidence_interval
-    return mean, iqm, low, high
+    low, high = bootstrap_interval([returns], np.mean)
+    return returns.mean(axis=0), interquartile_mean(returns), low, high
 
 
 def write_report(out: Path) -> None:

@@ -219,7 +219,8 @@ def imported(path: Path) -> set[str]:
 def test_imports_point_one_way(path):
     """algos -> common.run -> common; the entry points alone look up."""
     place = path.relative_to(ROOT).as_posix()
-    entry_points = "common/__init__.py", "common/evaluate.py"
+    programs = (f"common/{name}.py" for name in ("evaluate", "plot"))
+    entry_points = "common/__init__.py", *programs
     assert not any(name.split(".")[0] == "algos" for name in imported(path))
     if not place.startswith("common/run/") and place not in entry_points:
         assert not any(name.startswith("common.run") for name in imported(path))
