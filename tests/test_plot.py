@@ -10,6 +10,7 @@ from run_helpers import run_here
 from common import plot
 from common.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 RETURN = "charts/episodic_return"
 
 
