@@ -121,13 +121,13 @@ def write_report(out: Path) -> None:
         save_curves(curves, env_id, out / f"{file_name(env_id)}.png")
         for algo, seeds, *columns in curves:
             rows += [(env_id, algo, seeds, *values) for values in zip(*columns, strict=True)]
-    write_atomically(out / "curves.csv", _csv_text(("env_id", *SeedCurves._fields), rows))
+    write_atomically(out / "curves.csv", csv_text(("env_id", *SeedCurves._fields), rows))
 
 
 def _runs_table(results: list[Result]) -> str:
     left_out = ("flags", "curve")
     header = [name for name in Result.__dataclass_fields__ if name not in left_out]
-    return _csv_text(header, [[getattr(result, name) for name in header] for result in results])
+    return csv_text(header, [[getattr(result, name) for name in header] for result in results])
 
 
 def _seed_curves(group: list[Result]) -> SeedCurves:
@@ -215,7 +215,8 @@ def file_name(env_id: str) -> str:
     return env_id.replace("/", "-").replace(":", "-")
 
 
-def _csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+def csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+    """Return a table as the text of a CSV file."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
