@@ -153,13 +153,15 @@ def save_lines(lines: list[Line], metric: str, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     env_ids = list(dict.fromkeys(line.env_id for line in lines))
+    labels = list(dict.fromkeys(line.label for line in lines))
+    colours = {label: f"C{i}" for i, label in enumerate(labels)}  # the same on all axes
     columns = min(len(env_ids), MAX_COLUMNS)
     rows = -(-len(env_ids) // columns)
     figure = Figure(figsize=(7 if columns == 1 else 5 * columns, 4 * rows), layout="constrained")
     for i, env_id in enumerate(env_ids):
         axes = figure.add_subplot(rows, columns, i + 1, xlabel="env steps", ylabel=metric)
         axes.set(title=env_id or "")
-        _draw(axes, [line for line in lines if line.env_id == env_id])
+        _draw(axes, [line for line in lines if line.env_id == env_id], colours)
     try:
         figure.savefig(picture, dpi=120, format=picture.suffix[1:] or "png")
     except (OSError, ValueError) as error:
@@ -168,14 +170,15 @@ def save_lines(lines: list[Line], metric: str, picture: Path) -> None:
         ) from error
 
 
-def _draw(axes: Any, lines: list[Line]) -> None:
+def _draw(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
     for line in lines:
         few = line.num_runs < FEW_RUNS
         what = "mean ± std" if few else "interquartile mean, 95 % interval"
         label = ", ".join(part for part in (line.label, _count(line)) if part)
         shown = label if line.num_runs == 1 else f"{label}: {what}"
-        (drawn,) = axes.plot(line.step, line.centre, label=shown)
-        axes.fill_between(line.step, line.low, line.high, color=drawn.get_color(), alpha=0.2, lw=0)
+        colour = colours[line.label]
+        axes.plot(line.step, line.centre, color=colour, label=shown)
+        axes.fill_between(line.step, line.low, line.high, color=colour, alpha=0.2, lw=0)
     axes.grid(alpha=0.3)
     axes.legend()
 

@@ -98,9 +98,11 @@ def test_axes_of_each_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "add_subplot", add_subplot)
     envs = ["a", "b", "c", "d"]
     folders = [make_run(tmp_path / e, [(10, 1.0), (20, 2.0)], env_id=e) for e in envs]
+    folders.append(make_run(tmp_path / "a2c", [(10, 1.0)], env_id="a", algo="a2c"))
     plot.save_lines(lines_of(*folders), RETURN, tmp_path / "curve.png")
     assert [axes.get_title() for axes in titles] == envs
-    assert all(len(axes.lines) == 1 for axes in titles)
+    colours = [[line.get_color() for line in axes.lines] for axes in titles]
+    assert colours == [["C0", "C1"], ["C1"], ["C1"], ["C1"]]  # one for an algorithm everywhere
     assert titles[0].get_subplotspec().get_gridspec().get_geometry() == (2, 3)
 
 
