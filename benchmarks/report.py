@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
+
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
 # c51_jax.py, ppo.py, ppo_continuous_action.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
 PUBLISHED: dict[tuple[str, str, int], int] = {
@@ -94,38 +96,13 @@ def late_return(curve: Curve, total_steps: int, share: float = 0.1) -> float:
     return float(np.average(returns, weights=episodes))
 
 
-def on_common_steps(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Return env steps [P] and the returns of S curves there [S, P], interpolated linearly.
-
-    Steps before the first or after the last episode of any curve are left out.
-    """
-    if not all(curves):
-        return np.empty(0), np.empty((len(curves), 0))
-    points = [np.asarray(curve) for curve in curves]
-    steps = np.unique(np.concatenate([curve[:, 0] for curve in points]))  # [P]
-    outside = {"left": np.nan, "right": np.nan}
-    rows = [np.interp(steps, curve[:, 0], curve[:, 1], **outside) for curve in points]
-    returns = np.stack(rows)  # [S, P]
-    known = np.isfinite(returns).all(axis=0)
-    return steps[known].astype(int), returns[:, known]
-
-
 def curve_statistics(returns: np.ndarray) -> tuple[np.ndarray, ...]:
     """[S, P] -> mean, interquartile mean and ends of the mean's 95 % interval over seeds, [P] each.
 
-    The interval is the percentile bootstrap's, which stays defined where all seeds agree; from one
-    seed nothing can be said, and it is NaN.
+    From one seed nothing can be said, and the interval is NaN.
     """
-    from scipy.stats import bootstrap, trim_mean
-
-    mean, iqm = returns.mean(axis=0), trim_mean(returns, 0.25, axis=0)
-    low = high = np.full_like(mean, np.nan)
-    if len(returns) > 1 and returns.size:
-        resampled = bootstrap(
-            (returns,), np.mean, axis=0, n_resamples=2000, batch=100, method="percentile", rng=0
-        )
-        low, high = resampled.confidence_interval
-    return mean, iqm, low, high
+    low, high = bootstrap_interval([returns], np.mean)
+    return returns.mean(axis=0), interquartile_mean(returns), low, high
 
 
 def write_report(out: Path) -> None:
@@ -144,13 +121,13 @@ def write_report(out: Path) -> None:
         save_curves(curves, env_id, out / f"{file_name(env_id)}.png")
         for algo, seeds, *columns in curves:
             rows += [(env_id, algo, seeds, *values) for values in zip(*columns, strict=True)]
-    write_atomically(out / "curves.csv", _csv_text(("env_id", *SeedCurves._fields), rows))
+    write_atomically(out / "curves.csv", csv_text(("env_id", *SeedCurves._fields), rows))
 
 
 def _runs_table(results: list[Result]) -> str:
     left_out = ("flags", "curve")
     header = [name for name in Result.__dataclass_fields__ if name not in left_out]
-    return _csv_text(header, [[getattr(result, name) for name in header] for result in results])
+    return csv_text(header, [[getattr(result, name) for name in header] for result in results])
 
 
 def _seed_curves(group: list[Result]) -> SeedCurves:
@@ -238,7 +215,8 @@ def file_name(env_id: str) -> str:
     return env_id.replace("/", "-").replace(":", "-")
 
 
-def _csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+def csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+    """Return a table as the text of a CSV file."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()

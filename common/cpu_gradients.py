@@ -1,8 +1,8 @@
 """Layers whose gradients are slow in XLA on a CPU, written the way that is fast there.
 
-Values are those of the plain layers, to the last bits of float32; `common.networks` takes these on
-a CPU alone. Two forms are slow: the gradients of convolutions inside loops, 15 to 20 times, and
-x.T @ grad, the gradient of a kernel: 205 us against 145 for 256 x 256 x 256.
+Values are those of the plain layers, to the last bits of float32; `common.networks` takes these
+where `are_for` says so. Two forms are slow: the gradients of convolutions inside loops, 15 to 20
+times, and x.T @ grad, the gradient of a kernel: 205 us against 145 for 256 x 256 x 256.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, export, lax
 
 CHUNK = 8  # images whose features and gradients fit into the cache together
 FEW = 64  # columns up to which a matrix is cheap to transpose
+
+
+def are_for(x: Array) -> bool:
+    """Return whether x [B, ...] should take these layers: on a CPU alone.
+
+    A batch of any size is traced for export, which learns nothing, and for other devices too.
+    """
+    return jax.default_backend() == "cpu" and not export.is_symbolic_dim(x.shape[0])
 
 
 def by_chunks(function: Callable[[Array], Array], x: Array) -> Array:

@@ -139,7 +139,7 @@ class Network(nnx.Module):
     def __call__(self, obs: Any, *action: Array) -> Array:
         """[B, *obs], and actions [B, num_actions] if there are any -> [B, num_outputs]."""
         x = jnp.concatenate([self.encoder(obs), *action], axis=-1)
-        if jax.default_backend() == "cpu":
+        if cpu_gradients.are_for(x):
             layers = self.first, self.second, self.head
             kernels = [layer.kernel[...] for layer in layers]
             biases = [jnp.asarray(layer.bias) for layer in layers]
@@ -209,7 +209,7 @@ class NatureCNN(nnx.Module):
 
     def __call__(self, images: Array) -> Array:
         """[B, C, H, W] or [B, H, W, C] uint8 -> [B, 512]."""
-        if jax.default_backend() == "cpu":
+        if cpu_gradients.are_for(images):
             x = cpu_gradients.by_chunks(self._convolve, images)  # [B, features]
             product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, 512]
             return jax.nn.relu(product + jnp.asarray(self.dense.bias))
@@ -252,7 +252,7 @@ class Conv(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """[B, H, W, inputs] -> [B, H', W', outputs]."""
-        if jax.default_backend() == "cpu":
+        if cpu_gradients.are_for(x):
             kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
             return cpu_gradients.conv(x, kernel, bias, self.stride)
         return jax.nn.relu(self.conv(cpu_gradients.as_float(x)))

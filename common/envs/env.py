@@ -264,7 +264,7 @@ def scale_action(space: Any, action: Array) -> Array:
     In a Box, -1 and 1 stand for the bounds, and beyond them the action is clipped; a dimension
     without two finite bounds is left as it is. Discrete actions only change their shape.
     """
-    action = action.reshape(len(action), *(space.shape or ()))  # [N, *action]
+    action = action.reshape(action.shape[0], *(space.shape or ()))  # [N, *action]
     if not isinstance(space, spaces.Box):
         return action
     low, high = action_bounds(space)

@@ -1,0 +1,107 @@
+"""Write a policy as StableHLO: python -m common.export RUN_DIR [--checkpoint latest|best|STEP]."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from common.errors import UserError, one_line
+
+from common.run import threads
+from common.run.cli import exit_codes, parse_flags
+
+if TYPE_CHECKING:
+    from jax.export import Exported
+
+    from common.run.load import Policy
+
+PLATFORMS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write the evaluation action of a run folder's policy, with its parameters, as one file."""
+
+    run_dir: tyro.conf.Positional[str] = ""
+    """folder of a run"""
+    checkpoint: str = "latest"
+    """a step, latest or best"""
+    out: str | None = None
+    """file to write; policy.stablehlo in the run folder if not given"""
+    debug: bool = False
+    """show tracebacks"""
+
+
+def main(options: ExportOptions) -> None:
+    """Write the file, and print what it takes and gives."""
+    if not options.run_dir:
+        raise UserError("give a run folder, such as one under runs/; see --help")
+    wanted = options.checkpoint
+    if wanted not in ("latest", "best") and not wanted.isdecimal():
+        raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise UserError("the file is written by flatbuffers; pip install 'quartet-rl[export]'")
+    path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--out {path} cannot be written; give a file in a folder that exists")
+    threads.use_cores(1)
+    from common.run.load import load
+
+    policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
+    words, exported = export_policy(policy)
+    try:
+        path.write_bytes(exported.serialize())
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written ({one_line(error)})") from error
+    platforms = " and ".join(exported.platforms)
+    print(f"{path}: {words} for {platforms}, checkpoint {policy.step}")
+
+
+def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
+    """Return the call of a policy in words, and the call itself, for batches of any size B.
+
+    The call is (obs) -> action; for a policy that draws, (obs, seed) -> action; for one with a
+    memory, (obs, core, valid) -> (action, core). Leading axes are B; a seed is an integer [].
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+
+    from common.networks import Memory
+
+    trainer, evaluator, key = policy.trainer, policy.trainer.evaluator, jax.random.key(0)
+    learner = trainer.state.learner
+    (size,) = export.symbolic_shape("B")
+
+    def of_any_size(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+
+    def act(obs: Any) -> Any:
+        return evaluator.predict(learner, obs, key)
+
+    def draw(obs: Any, seed: Any) -> Any:
+        return evaluator.predict(learner, obs, jax.random.key(seed))
+
+    def remember(obs: Any, core: Any, valid: Any) -> Any:
+        return evaluator.predict(learner, obs, key, Memory(core, valid))
+
+    like = jax.eval_shape(trainer.env.reset, key).obs, evaluator.initial_core(1)
+    obs, core = jax.tree.map(of_any_size, like)
+    exported = partial(export.export, platforms=PLATFORMS)
+    if jax.tree.leaves(core):
+        valid = jax.ShapeDtypeStruct((size,), jnp.bool_)
+        words = "(obs, core, valid) -> (action, core)"
+        return words, exported(jax.jit(remember))(obs, core, valid)
+    if getattr(trainer.config, "evaluation_epsilon", 0) > 0:
+        seed = jax.ShapeDtypeStruct((), jnp.uint32)
+        return "(obs, seed) -> action", exported(jax.jit(draw))(obs, seed)
+    return "(obs) -> action", exported(jax.jit(act))(obs)
+
+
+if __name__ == "__main__":
+    with exit_codes("--debug" in sys.argv):
+        main(parse_flags(ExportOptions, sys.argv[1:], __doc__ or ""))
