@@ -29,7 +29,14 @@ from toy_envs import (
 )
 
 import common.envs
-from common.envs import Env, make_env, require_action_space, resolve_backend, scale_action
+from common.envs import (
+    Env,
+    config_backend,
+    make_env,
+    require_action_space,
+    resolve_backend,
+    scale_action,
+)
 from common.envs.env import EnvState
 from common.envs.envpool_backend import PoolStepper
 from common.envs.host import HostBackend
@@ -853,3 +860,38 @@ def test_close_closes_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthEnv, "close", lambda self: closed.append(self))
     make_env(env_config("ToyLength-v0", num_envs=3)).close()
     assert len(closed) == 3
+
+
+def test_what_a_module_registers_is_gymnasiums(tmp_path, monkeypatch):
+    """Though envpool knows the id; the module lies in the current folder."""
+    code = "import gymnasium\ngymnasium.register('CartPole-v1', 'toy_envs:CountEnv')\n"
+    (tmp_path / "my_cart_pole.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setitem(gym.registry, "CartPole-v1", gym.registry["CartPole-v1"])
+    config = env_config("CartPole-v1", env_module="my_cart_pole")
+    assert config_backend(config) == "gymnasium"
+    assert config_backend(config) == "gymnasium"  # and again, now that it is imported
+    env = make_env(config)
+    assert env.action_space.n == 4
+    env.close()
+    assert config_backend(env_config("Acrobot-v1", env_module="my_cart_pole")) == "envpool"
+    config = env_config("CartPole-v1", env_module="my_cart_pole", env_backend="envpool")
+    assert config_backend(config) == "envpool"
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("gymnax", "needs the package gymnax; pip install"),
+        ("six", "needs the package gymnax, which cannot be imported (No module named 'six'); pip"),
+    ],
+)
+def test_a_package_that_cannot_be_imported(missing, words, monkeypatch):
+    def fail(name):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("common.envs.importlib.import_module", fail)
+    with pytest.raises(UserError) as raised:
+        resolve_backend("gymnax/CartPole-v1")
+    assert words in str(raised.value)

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.networks import Memory
 
 import common.run.evaluator
-from common.run.evaluator import Evaluator, evaluator
+from common.run.evaluator import Evaluator, episodes, evaluator, shown_return
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -118,6 +118,24 @@ def test_a_recurrent_policy_remembers_the_steps_of_its_own_episode() -> None:
     expected = [returns.mean(), returns.std(), lengths.mean()]
     assert results(play(learner, 0, 40)) == pytest.approx(expected, rel=1e-5)
     assert results(play({"length": jnp.int32(3)}, 0, 1)) == [61, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "shown"),
+    [
+        (500.0, 0.0, "500.0 ± 0.0"),
+        (-143.26, 70.7, "-143.3 ± 70.7"),
+        (0.955, 0.2, "0.955 ± 0.200"),
+        (0.5, 12.0, "0.5 ± 12.0"),
+        (-9.999, 0.0, "-9.999 ± 0.000"),
+    ],
+)
+def test_returns_are_shown_with_the_digits_that_they_carry(mean, deviation, shown) -> None:
+    assert shown_return(mean, deviation) == shown
+
+
+def test_numbers_of_episodes() -> None:
+    assert [episodes(n) for n in (1, 2, 20)] == ["1 episode", "2 episodes", "20 episodes"]
 
 
 @pytest.mark.parametrize("remembers", [True, False])

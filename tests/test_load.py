@@ -2,14 +2,22 @@
 
 import re
 import shutil
+from dataclasses import replace
+from functools import partial
 
+import gymnasium as gym
+import jax
 import numpy as np
 import pytest
+from gymnasium import spaces
 from run_helpers import finished_run, run_alone, run_here
+from toy_envs import EchoEnv
 
+from algos import ppo
 from common import load
 from common.errors import UserError
 
+from common.run.load import Policy
 from common.run.logger import read_metrics
 
 
@@ -77,3 +85,33 @@ def test_a_policy_is_the_code_that_trained_it(tmp_path):
     assert code != (folder / "dqn.py").read_text()
     obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     assert not load(folder).predict(obs).any()
+
+
+SPACES = {
+    "discrete": spaces.Discrete(3, start=5),
+    "multi_discrete": spaces.MultiDiscrete([2, 3], start=[1, -1]),
+    "box": spaces.Box(np.float64([-1, 0]), np.float64([3, 0.5]), dtype=np.float64),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_actions_are_what_the_environment_takes(name, monkeypatch):
+    """One by one and in a batch, and those that evaluation plays in an environment."""
+    obs_space, action_space = spaces.Box(-1, 1, (4,), np.float32), SPACES[name]
+    env_id = f"LoadEcho{name.replace('_', '')}-v0"
+    gym.register(env_id, partial(EchoEnv, obs_space, action_space))
+    config = ppo.Config(env_id=env_id, num_envs=2, num_steps=8, total_timesteps=16)
+    trainer = ppo.Trainer(replace(config, num_minibatches=1))
+    policy, obs = Policy(trainer, 0), np.stack([obs_space.sample() for _ in range(8)])
+    actions = policy.predict(obs)
+    played = []
+    monkeypatch.setattr(trainer.env.backend.stepper.envs, "step", played.append)
+    act = trainer.agent.predict(trainer.state.learner, obs, jax.random.key(0))
+    with pytest.raises(TypeError):
+        trainer.env.backend.stepper.step(np.asarray(act))
+    np.testing.assert_array_equal(actions, played[0])
+    for one, several in zip(obs, actions, strict=True):
+        action = policy.predict(one)
+        assert action_space.contains(action) and action_space.contains(several)
+        np.testing.assert_allclose(action, several, rtol=1e-6)
+    trainer.env.close()

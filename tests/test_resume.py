@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import random
@@ -393,6 +394,26 @@ def test_metrics_csv_with_anything_in_it(tmp_path):
     assert read_metrics(path)[0] == (100, 1.5, "charts/SPS", 3.0)
     assert read_metrics(path)[-1] == (400, 2.0, "charts/SPS", 4.0)
     assert len(read_metrics(path)) <= 3
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+    line = f"error: {folder} is in use by another process; wait until it ends, or stop it\n"
+    assert ran == (2, "", line)
+    assert checkpoint_steps(folder)[-1] == 4000
+
+
+def test_resuming_a_finished_run_says_so(tmp_path):
+    folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
+    ran = run_alone("--resume", folder)
+    assert (ran.code, ran.err) == (0, "")
+    assert "all 4,000 steps are done; --total-timesteps above that trains on" in ran.out
+    ran = run_alone("--resume", folder, "--total-timesteps", 2000)
+    line = f"error: --total-timesteps 2000 is below step 4000, which {folder} has reached; give at "
+    assert (ran.code, ran.err) == (2, f"{line}least that\n")
 
 
 def test_a_run_folder_of_an_earlier_release(tmp_path):
