@@ -303,14 +303,26 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _set_damaged_aside(checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
-    """Look at every step, as the next save does, and take those away that it could not read."""
-    for step in checkpoints.steps():
+    """Look at every step, as the next save does, and take those away that it could not read.
+
+    Raises:
+        UserError: none is whole; all stay where they are.
+    """
+    damaged, steps, where = {}, checkpoints.steps(), checkpoints.folder.parent
+    for step in steps:
         try:
             checkpoints.check(step)
         except (OSError, ValueError) as error:
-            checkpoints.set_aside(step)
-            where = checkpoints.folder.parent
-            say(f"warning: checkpoint {step} of {where} cannot be read ({error}); set aside")
+            damaged[step] = error
+    if steps and len(damaged) == len(steps):
+        reason = damaged[steps[-1]]
+        raise UserError(
+            f"no checkpoint of {where} can be restored: all are damaged (of {steps[-1]}, "
+            f"{reason}); give another run folder"
+        )
+    for step, problem in damaged.items():
+        checkpoints.set_aside(step)
+        say(f"warning: checkpoint {step} of {where} cannot be read ({problem}); set aside")
 
 
 def restore_state(

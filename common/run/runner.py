@@ -64,7 +64,8 @@ def run(
     """
     with cli.exit_codes("--debug" in sys.argv), stop_signals(_die) as received:
         options = cli.parse(config_class, presets)
-        sys.exit(_Run(trainer_class, options, num_cores).execute(received))
+        with contextlib.closing(_Run(trainer_class, options, num_cores)) as run_:
+            sys.exit(run_.execute(received))
 
 
 class _Run:
@@ -79,8 +80,14 @@ class _Run:
         self.algo = self.source.stem
         self.console = make_console()
         self._folder = Path(self.run.resume) if self.run.resume else None
+        self._lock: IO | None = None
         self.first_step = 0
         self.start_time = time.time()
+
+    def close(self) -> None:
+        """Let other processes train in the run folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def execute(self, received: list[signal.Signals]) -> int:
         """Do all of it, unless a signal is `received` on the way; return the exit code."""
@@ -134,7 +141,7 @@ class _Run:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
             folder = _make_unique(Path(self.logging.runs_dir), name)
-            _hold(folder)
+            self._lock = _hold(folder)
             try:
                 _write_json(folder / "config.json", self._flags())
                 shutil.copyfile(self.source, folder / self.source.name)
@@ -174,7 +181,7 @@ class _Run:
         if self.run.resume:
             _check_resume(Path(self.run.resume), self.config, self.run.num_seeds)
             _check_writable(Path(self.run.resume), "--resume")
-            _hold(Path(self.run.resume))
+            self._lock = _hold(Path(self.run.resume))
         else:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
         if self.run.num_seeds > 1 and self.run.num_devices > 1:
@@ -395,11 +402,8 @@ def _check_finite(step: int, logs: dict[str, float], learner: Any) -> None:
             )
 
 
-_held: list[IO] = []
-
-
-def _hold(folder: Path) -> None:
-    """Keep other processes from training in a run folder until this one ends."""
+def _hold(folder: Path) -> IO:
+    """Keep other processes from training in a run folder until this one ends, however it ends."""
     lock = (folder / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -407,7 +411,7 @@ def _hold(folder: Path) -> None:
         raise UserError(
             f"{folder} is in use by another process; wait until it ends, or stop it"
         ) from error
-    _held.append(lock)
+    return lock
 
 
 def _make_unique(parent: Path, name: str) -> Path:
