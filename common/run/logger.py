@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from common.envs import Env
+from common.envs import Env, EpisodeSummary
 from common.errors import one_line
 
 from common.run.cli import LoggingOptions
@@ -70,17 +70,24 @@ def log_points(
     env.check(state.env)
     step = int(state.step)
     rate = (step - start.step) / (time.perf_counter() - start.seconds)
-    episodes, return_sum, length_sum = map(np.atleast_1d, jax.device_get(state.env.summary))
     logs = {name: float(value) for name, value in logs.items()}
-    logs |= {"charts/SPS": rate * len(episodes), "charts/episodes": float(episodes.sum())}
+    logs["charts/SPS"] = rate * np.size(state.env.summary.episodes)
+    logs |= _finished_games(state.env.summary)
+    yield {"log_type": "collect", "sample_step": step, "logs": logs}
+    yield {"log_type": "train", "sample_step": step, "logs": _means_of_updates(metrics, divisors)}
+
+
+def _finished_games(summary: EpisodeSummary) -> dict[str, float]:
+    """Return the number of games finished in an interval, and their mean return and length."""
+    episodes, return_sum, length_sum = map(np.atleast_1d, jax.device_get(summary))  # [S]
+    logs = {"charts/episodes": float(episodes.sum())}
     some = episodes > 0  # [S], the seeds that finished a game
     if some.any():
         returns = return_sum[some] / episodes[some]
         logs["charts/episodic_return"] = float(returns.mean())
         logs["charts/episodic_length"] = float((length_sum[some] / episodes[some]).mean())
         logs |= {"charts/episodic_return_std": float(returns.std())} if len(episodes) > 1 else {}
-    yield {"log_type": "collect", "sample_step": step, "logs": logs}
-    yield {"log_type": "train", "sample_step": step, "logs": _means_of_updates(metrics, divisors)}
+    return logs
 
 
 def _means_of_updates(metrics: dict[str, Any], divisors: Mapping[str, str]) -> dict[str, float]:
