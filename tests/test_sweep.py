@@ -1,5 +1,6 @@
 import contextlib
 import csv
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import yaml
 
-from algos import dqn
 from common.envs import resolve_backend
 from common.errors import UserError
 
@@ -286,9 +286,16 @@ def test_wandb_sweep_files_give_flags_that_our_command_line_takes(path):
     flags = [f"--{name}={value}" for name, value in first.items()]
     macros = {"${env}": [], "${interpreter}": [], "${program}": [], "${args}": flags}
     args = [part for word in described["command"] for part in macros.get(word, [word])]
-    options = cli.parse(dqn.Config, dqn.PRESETS, args)
+    module = importlib.import_module(f"algos.{Path(described['program']).stem}")
+    options = cli.parse(module.Config, module.PRESETS, args)
     assert options.config.env_id == env_ids[0] and options.config.seed == 1
     assert options.logging.track
     assert options.logging.wandb_project == described["project"]
     for env_id in env_ids:
         resolve_backend(env_id)
+
+
+def test_every_algorithm_has_a_wandb_sweep_file():
+    files = (ROOT / "benchmarks/sweeps").glob("*.yaml")
+    swept = {Path(yaml.safe_load(path.read_text())["program"]).stem for path in files}
+    assert swept == {path.stem for path in (ROOT / "algos").glob("[!_]*.py")}
