@@ -5,7 +5,9 @@ observation of a row is the observation of the row after it, at the end of an ep
 `common.envs.env` for the boundary contract), so it is never stored twice.
 """
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +98,8 @@ class Replay:
         """Return an empty buffer for rows like these [N, ...], given as arrays or shapes.
 
         Raises:
-            UserError: frame_stack is not the number of frames that observations stack.
+            UserError: frame_stack is not the number of frames that observations stack, or the
+                buffer is larger than the memory that is free.
         """
         if self.frame_stack > 1:
             self._check_stack(obs)
@@ -105,6 +108,7 @@ class Replay:
         for name in ("terminated", "truncated", "valid"):
             flags[name] = jax.ShapeDtypeStruct((self.num_envs,), bool)
         stored: Any = Transition(obs=frame, action=action, **flags, extras=extras)
+        self._check_memory(stored)
         storage = jax.tree.map(lambda x: jnp.zeros((self.num_rows, *x.shape), x.dtype), stored)
         stack_start = jnp.zeros((self.num_rows, self.num_envs), bool)
         position, size = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -243,8 +247,31 @@ class Replay:
                 f"along their first axis, got {shape and shape[1:]}; use --frame-stack 1"
             )
 
+    def _check_memory(self, row: Transition) -> None:
+        """Compare the bytes of the buffer with those that are free, before any is allocated."""
+        leaves = jax.tree.leaves(row)
+        row_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
+        needed, free = row_bytes * self.num_rows, _free_bytes()
+        if free is not None and needed > free:
+            fits = int(free // row_bytes) * self.num_envs
+            raise UserError(
+                f"--buffer-size {self.capacity} needs {needed / 1e9:.1f} GB of memory, "
+                f"{free / 1e9:.1f} GB are free; use --buffer-size {fits} or less"
+            )
+
     def _newest_frame(self, obs: Any) -> Any:
         return obs[:, -1] if self.frame_stack > 1 else obs
+
+
+def _free_bytes() -> int | None:
+    """Return the memory that is free where arrays are made, None where nobody tells."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    kilobytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((1024 * int(number) for number in kilobytes), None)
 
 
 def interrupt(state: ReplayState) -> ReplayState:

@@ -245,11 +245,15 @@ def test_a_faulty_environment_is_reported() -> None:
         (0, 0, [100, 200, 300, 400, 500, 600]),
         (0, 1000, [100, 200, 300, 400, 500, 600]),
         (300, 250, [400, "e500", 500, 600]),
+        # The last step of a run is 700.
+        (400, 0, [500, 600, "e700", 700]),
+        (400, 350, [500, 600, "e700", 700]),
+        (400, 300, [500, "e600", 600, "e700", 700]),
     ],
 )
 def test_evaluator_decorator(first_step: int, frequency: int, expected: list) -> None:
     def call(trainer: Any) -> Any:
-        for step in range(first_step + 100, 601, 100):
+        for step in range(first_step + 100, expected[-1] + 1, 100):
             trainer.state.step = step
             yield {"log_type": "collect", "sample_step": step, "logs": {}}
             yield {"log_type": "train", "sample_step": step, "logs": {}}
@@ -258,7 +262,11 @@ def test_evaluator_decorator(first_step: int, frequency: int, expected: list) ->
         assert num_episodes == 7
         return {"log_type": "evaluate", "sample_step": trainer.state.step, "logs": {}}
 
-    trainer = SimpleNamespace(state=SimpleNamespace(step=first_step), evaluate=run_evaluate)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(step=first_step),
+        evaluate=run_evaluate,
+        config=SimpleNamespace(total_timesteps=700),
+    )
     seen = [
         f"e{log['sample_step']}" if log["log_type"] == "evaluate" else log["sample_step"]
         for log in evaluator(frequency, 7)(call)(trainer)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.replay import Replay, ReplayState, Transition, interrupt
+from common.replay import Replay, ReplayState, Transition, _free_bytes, interrupt
 
 GAMMA = 0.9
 
@@ -333,3 +333,20 @@ def test_interrupt_drops_the_newest_row():
     batch = replay.gather(state, jnp.arange(2), jnp.zeros(2, int))
     assert batch.weight.tolist() == [1, 0]
     assert jnp.isfinite(batch.reward).all()
+
+
+def test_a_buffer_larger_than_the_free_memory_is_refused(monkeypatch):
+    # A row of 2 environments: 2 numbers, an action, a reward and 3 flags each, 38 bytes.
+    obs, action = jnp.zeros((2, 2)), jnp.zeros(2, jnp.int32)
+    monkeypatch.setattr("common.replay._free_bytes", lambda: 38 * 1000)
+    Replay(2000, 2, 0.99).init(obs, action)
+    with pytest.raises(UserError) as raised:
+        Replay(2002, 2, 0.99).init(obs, action)
+    line = (
+        "--buffer-size 2002 needs 0.0 GB of memory, 0.0 GB are free; use --buffer-size 2000 or less"
+    )
+    assert str(raised.value) == line
+
+
+def test_the_free_memory_is_known():
+    assert 1e8 < _free_bytes() < 1e13

@@ -27,6 +27,7 @@ from common.ranges import NonNegative, Positive
 from common.run.config import check_ranges, flag_of
 from common.run.trainer import Presets, RunConfig
 
+ABBREVIATIONS = {"--lr": "--learning-rate", "--bs": "--batch-size", "--steps": "--total-timesteps"}
 ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
 
 
@@ -101,6 +102,9 @@ def parse(
     """
     args = sys.argv[1:] if args is None else list(args)
     early = _early_flags(args)
+    for name in ("config", "resume", "preset"):
+        if getattr(early, name) == "":
+            raise UserError(f"--{name} needs a value, got ''; leave it out, or see --help")
     defaults = _defaults(config_class, presets, early)
     groups = {
         "algorithm": _group(config_class, "algorithm", defaults),
@@ -295,7 +299,8 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
     if not unknown:
         return parsed
     flag = unknown[0].partition("=")[0]
-    near = difflib.get_close_matches(flag, hints, n=3)
+    near = [ABBREVIATIONS[flag]] if ABBREVIATIONS.get(flag) in hints else []
+    near = near or difflib.get_close_matches(flag, hints, n=3)
     kind = "flag" if flag.startswith("-") else "argument"
     hint = f"did you mean {', '.join(near)}? see --help" if near else "see --help for all flags"
     raise UserError(f"unknown {kind} {flag!r}; {hint}")

@@ -49,6 +49,7 @@ class Evaluator:
     ) -> None:
         self.config, self.predict, self.initial_core = config, predict, initial_core
         self.num_seeds: int | None = None  # axis 0 of `learner`, where there is one of seeds
+        self.latest: dict | None = None  # log_data of the last evaluation
         self._env: Env | None = None
 
     def __call__(self, learner: Any, step: int, num_episodes: int) -> dict:
@@ -81,7 +82,9 @@ class Evaluator:
             np.swapaxes(x, -1, -2).reshape(*x.shape[:-2], -1)[..., :num_episodes]
             for x in (played.returns, played.lengths)
         )
-        return {"log_type": "evaluate", "sample_step": step, "logs": self._logs(returns, lengths)}
+        logs = self._logs(returns, lengths)
+        self.latest = {"log_type": "evaluate", "sample_step": step, "logs": logs}
+        return self.latest
 
     def _logs(self, returns: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
         """Return the logs of raw returns and lengths [episodes], with seeds [S, episodes]."""
@@ -172,7 +175,7 @@ def _evaluation_key(seed: int, step: int) -> Array:
 
 
 def evaluator(frequency: int, num_episodes: int) -> Callable[[Call], Call]:
-    """Decorate `Trainer.__call__`: evaluate every `frequency` env steps (0 = never).
+    """Decorate `Trainer.__call__`: evaluate every `frequency` env steps (0 = never) and at the end.
 
     The evaluation is yielded before the other log_data of its log point.
     """
@@ -183,7 +186,8 @@ def evaluator(frequency: int, num_episodes: int) -> Callable[[Call], Call]:
             with contextlib.closing(call(trainer)) as inner:
                 for log_data in inner:
                     step = log_data["sample_step"]
-                    if frequency and step // frequency > last // frequency:
+                    due = bool(frequency) and step // frequency > last // frequency
+                    if due or last < trainer.config.total_timesteps <= step:
                         yield trainer.evaluate(num_episodes)
                     last = step
                     yield log_data

@@ -262,7 +262,9 @@ class _Run:
 
     def _report(self, trainer: Trainer) -> None:
         folder = self.folder()
-        log_data = trainer.evaluate(self.run.eval_episodes)
+        log_data = trainer.evaluator.latest
+        if log_data is None or log_data["sample_step"] != int(trainer.state.step):
+            log_data = trainer.evaluate(self.run.eval_episodes)
         mean, std = (log_data["logs"][f"charts/evaluation_{k}"] for k in ("return", "std"))
         result = {"steps": int(trainer.state.step), "episodes": self.run.eval_episodes}
         result |= {"evaluation_return": mean, "evaluation_std": std}
