@@ -15,6 +15,8 @@ import numpy as np
 
 from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
 
+MANY_SEEDS = 5  # of fewer, a quarter is less than a seed or two
+
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
 # c51_jax.py, ppo.py, ppo_continuous_action.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
 PUBLISHED: dict[tuple[str, str, int], int] = {
@@ -146,7 +148,8 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
     for i, curve in enumerate(curves):
         label = f"{curve.algo}, {curve.seeds} seed{'s' * (curve.seeds > 1)}"
         axes.plot(curve.step, curve.mean, color=f"C{i}", label=f"{label}: mean")
-        axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
+        if curve.seeds >= MANY_SEEDS:
+            axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
         if curve.seeds > 1:
             band = axes.fill_between(curve.step, curve.low, curve.high, color=f"C{i}")
             band.set(alpha=0.2, linewidth=0, label="95 % interval of the mean")
