@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -469,6 +470,18 @@ def test_plain_lines_elsewhere():
     sink.write(1000, {"losses/td_loss": 1.0})
     sink.close()
     assert paper.getvalue() == "step     1,000 of 4,000  return 20.0  SPS 500  6 s left\n"
+
+
+def test_a_loss_that_is_not_finite_is_said_once():
+    paper = io.StringIO()
+    sink = ConsoleSink(Console(file=paper, width=200), 4000, 0)
+    for step, loss in ((1000, 1.0), (2000, math.inf), (3000, math.nan)):
+        sink.write(step, {"losses/td_loss": loss, "losses/q_values": 1.0})
+    sink.close()
+    assert paper.getvalue() == (
+        "warning: losses/td_loss is not finite at step 2,000; lower --learning-rate, or find the "
+        "place with --debug\n"
+    )
 
 
 def test_the_console_takes_nothing_for_markup(capsys):

@@ -278,6 +278,7 @@ class ConsoleSink:
 
     def __init__(self, console: Console, total: int, first_step: int, num_seeds: int = 1) -> None:
         self.console, self._total, self._num_seeds = console, total, num_seeds
+        self._warned = False
         self._latest = {"return": math.nan, "evaluation": math.nan, "SPS": math.nan}
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -287,7 +288,8 @@ class ConsoleSink:
             self._progress.start()
 
     def write(self, step: int, logs: dict[str, float]) -> None:
-        """Show the step, the latest returns and the speed."""
+        """Show the step, the latest returns and the speed, and once a loss that is not finite."""
+        self._warn(step, [name for name, value in logs.items() if not math.isfinite(value)])
         names = {
             "return": "charts/episodic_return",
             "evaluation": "charts/evaluation_return",
@@ -305,6 +307,14 @@ class ConsoleSink:
         elif "charts/SPS" in logs:
             left = (self._total - step) * self._num_seeds / logs["charts/SPS"]
             self.console.print(f"step {step:>9,} of {self._total:,}  {text}  {left:.0f} s left")
+
+    def _warn(self, step: int, names: list[str]) -> None:
+        if names and not self._warned:
+            self._warned = True
+            self.console.print(
+                f"warning: {names[0]} is not finite at step {step:,}; lower --learning-rate, or "
+                "find the place with --debug"
+            )
 
     def close(self) -> None:
         """Stop the progress bar."""
