@@ -47,6 +47,7 @@ from gpu_items import PARTS, PROGRAM, Item, Outcome, all_items
 from throughput import RESULTS, describe_figures, describe_machine
 
 from common.run import cli
+from common.run.checkpoint import write_atomically
 
 GRACE = 25.0  # seconds that the last item may take beyond the limit
 DEVICE = "device"  # the worker that tells what JAX runs on
@@ -259,13 +260,8 @@ def describe_device() -> Outcome:
 
 def write(results: dict[str, Any], out: Path) -> None:
     """Write gpu.json and gpu.md; a kill leaves the old files or the new ones."""
-    for name, text in (
-        ("gpu.json", json.dumps(results, indent=2) + "\n"),
-        ("gpu.md", as_table(results)),
-    ):
-        fresh = out / f"{name}.tmp"
-        fresh.write_text(text)
-        os.replace(fresh, out / name)
+    write_atomically(out / "gpu.json", json.dumps(results, indent=2) + "\n")
+    write_atomically(out / "gpu.md", as_table(results))
 
 
 def describe(entry: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.run import checkpoint
 from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
 
 MANY_SEEDS = 5  # of fewer, a quarter is less than a seed or two
@@ -228,6 +228,4 @@ def csv_text(header: Iterable[str], rows: Iterable[Iterable]) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file as a whole, so that a killed sweep leaves no half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(text)
-    os.replace(fresh, path)
+    checkpoint.write_atomically(path, text)

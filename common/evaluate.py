@@ -9,7 +9,7 @@ import tyro
 from common.errors import UserError
 
 from common.run import threads
-from common.run.cli import exit_codes, parse_flags
+from common.run.cli import checkpoint_of, exit_codes, parse_flags
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,12 @@ def main(options: EvaluateOptions) -> None:
         raise UserError("give a run folder, such as one under runs/; see --help")
     if options.episodes < 1:
         raise UserError(f"--episodes must be 1 or more, got {options.episodes}")
-    wanted = options.checkpoint
-    if wanted not in ("latest", "best") and not wanted.isdecimal():
-        raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
+    checkpoint = checkpoint_of(options.checkpoint)
     threads.use_cores(1)
     from common.run.evaluator import episodes, shown_return
     from common.run.load import load
 
-    policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
+    policy = load(options.run_dir, checkpoint)
     logs = policy.trainer.evaluate(options.episodes)["logs"]
     result = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
     print(f"{result} over {episodes(options.episodes)}, checkpoint {policy.step}")

@@ -12,7 +12,7 @@ import tyro
 from common.errors import UserError, one_line
 
 from common.run import threads
-from common.run.cli import exit_codes, parse_flags
+from common.run.cli import checkpoint_of, exit_codes, parse_flags
 
 if TYPE_CHECKING:
     from jax.export import Exported
@@ -40,9 +40,7 @@ def main(options: ExportOptions) -> None:
     """Write the file, and print what it takes and gives."""
     if not options.run_dir:
         raise UserError("give a run folder, such as one under runs/; see --help")
-    wanted = options.checkpoint
-    if wanted not in ("latest", "best") and not wanted.isdecimal():
-        raise UserError(f"--checkpoint must be a step, latest or best, got {wanted!r}")
+    checkpoint = checkpoint_of(options.checkpoint)
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("the file is written by flatbuffers; pip install 'quartet-rl[export]'")
     path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
@@ -51,7 +49,7 @@ def main(options: ExportOptions) -> None:
     threads.use_cores(1)
     from common.run.load import load
 
-    policy = load(options.run_dir, int(wanted) if wanted.isdecimal() else wanted)
+    policy = load(options.run_dir, checkpoint)
     words, exported = export_policy(policy)
     try:
         path.write_bytes(exported.serialize())

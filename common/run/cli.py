@@ -123,6 +123,19 @@ def parse(
     return options
 
 
+def checkpoint_of(text: str) -> int | str:
+    """Return what --checkpoint names, as `load` takes it: a step, "latest" or "best".
+
+    Raises:
+        UserError: it is something else.
+    """
+    if text in ("latest", "best"):
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--checkpoint must be a step, latest or best, got {text!r}")
+    return int(text)
+
+
 def algo_of(algorithm: type) -> str:
     """Return the name of the file that holds an algorithm's class."""
     return Path(sys.modules[algorithm.__module__].__file__ or "").stem

@@ -15,6 +15,7 @@ from common.envs import Env, EnvConfig, EnvState, make_env
 from common.errors import UserError
 from common.networks import Memory
 
+from common.run.logger import decimals
 from common.run.trainer import Call, Trainer
 
 MAX_ENVS = 20
@@ -161,7 +162,7 @@ class Evaluator:
 
 def shown_return(mean: float, deviation: float) -> str:
     """Return `mean ± deviation` with the digits that matter: more of them where both are small."""
-    digits = 1 if max(abs(mean), deviation) >= 10 else 3
+    digits = decimals(max(abs(mean), deviation))
     return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
 
 

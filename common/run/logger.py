@@ -208,6 +208,11 @@ def read_metrics(path: Path) -> list[tuple[int, float, str, float]]:
     return rows
 
 
+def decimals(largest: float) -> int:
+    """Return how many decimals a return of this size is shown with: more where it is small."""
+    return 1 if largest >= 10 else 3
+
+
 class TensorBoardSink:
     """TensorBoard event files, written without TensorFlow and without a thread that could die."""
 
@@ -299,7 +304,7 @@ class ConsoleSink:
             self._latest[short] = logs.get(name, self._latest[short])
         shown = {k: v for k, v in self._latest.items() if not math.isnan(v)}
         text = "  ".join(
-            f"{k} {v:,.0f}" if k == "SPS" else f"{k} {v:.{1 if abs(v) >= 10 else 3}f}"
+            f"{k} {v:,.0f}" if k == "SPS" else f"{k} {v:.{decimals(abs(v))}f}"
             for k, v in shown.items()
         )
         if self._progress:
