@@ -21,7 +21,9 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
+from common.action_masks import action_mask, mask_actions
 from common.envs import EnvBackend, EnvState, make_env, require_action_space
+from common.exploration import random_action
 from common.networks import MLP, Encoder
 from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Batch, Replay, ReplayState, Transition
@@ -123,7 +125,7 @@ class Algorithm:
 
     def predict(self, params: Any, obs: Any) -> Array:
         """[B, *obs] -> q_values [B, A]."""
-        return self.model(params).value(obs)
+        return mask_actions(self.model(params).value(obs), action_mask(obs))
 
     def td_target(self, target_params: Any, batch: Batch) -> Array:
         """r + γ (1 - terminated) max_a' Q(s', a'; θ⁻), over n steps where n_step > 1."""
@@ -167,24 +169,23 @@ class Agent:
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
         """Action [N] to evaluate with."""
         q_values = self.algorithm.predict(state.params, obs)  # [N, A]
-        return self.epsilon_greedy(q_values, self.config.evaluation_epsilon, key)
+        return self.epsilon_greedy(q_values, obs, self.config.evaluation_epsilon, key)
 
     def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
         """Action [N] to train with."""
         q_values = self.algorithm.predict(state.params, obs)  # [N, A]
-        return self.epsilon_greedy(q_values, self.epsilon(step), key)
+        return self.epsilon_greedy(q_values, obs, self.epsilon(step), key)
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One gradient step on a batch."""
         return self.algorithm.learn(state, batch)
 
-    def epsilon_greedy(self, q_values: Array, epsilon: Any, key: Array) -> Array:
+    def epsilon_greedy(self, q_values: Array, obs: Any, epsilon: Any, key: Array) -> Array:
         """The greedy action, or a uniform one with probability ε, drawn for each environment."""
         explore_key, action_key = jax.random.split(key)
-        num_envs, num_actions = q_values.shape
-        random_action = jax.random.randint(action_key, (num_envs,), 0, num_actions)  # [N]
-        explore = jax.random.uniform(explore_key, (num_envs,)) < epsilon  # [N]
-        return jnp.where(explore, random_action, q_values.argmax(axis=-1))  # [N]
+        explore = jax.random.uniform(explore_key, q_values.shape[:1]) < epsilon  # [N]
+        uniform = random_action(action_key, q_values.shape, action_mask(obs))  # [N]
+        return jnp.where(explore, uniform, q_values.argmax(axis=-1))  # [N]
 
 
 class TrainState(NamedTuple):

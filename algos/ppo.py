@@ -24,6 +24,7 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
+from common.action_masks import action_mask
 from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.networks import MLP, Encoder
@@ -122,7 +123,7 @@ class Model(nnx.Module):
         """[B, *obs] -> distribution over actions, and value [B]."""
         features = self.encoder(obs)  # [B, F]
         value = self.value_head(self.critic(features))[:, 0]  # [B]
-        return self.policy_head(self.actor(features)), value
+        return self.policy_head(self.actor(features), action_mask(obs)), value
 
 
 class LearnerState(NamedTuple):
@@ -294,7 +295,7 @@ class Trainer:
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
-        require_action_space("ppo", self.env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
+        require_action_space("ppo", self.env, *PolicyHead.action_spaces)
         self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
         self.agent = Agent(config, self.algorithm, self.env.action_space)
         self.evaluator = Evaluator(config, self.agent.predict)

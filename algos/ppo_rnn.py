@@ -25,6 +25,7 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
+from common.action_masks import action_mask
 from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.networks import MLP, Encoder, Memory, RecurrentCore, initial_core
@@ -122,7 +123,8 @@ class Model(nnx.Module):
         flat_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)  # [B * T, *obs]
         features = self.torso(self.encoder(flat_obs)).reshape(*valid.shape, -1)  # [B, T, F]
         output, core = self.core(core, features, valid)  # [B, T, H]
-        return self.policy_head(output), self.value_head(output)[..., 0], core
+        policy = self.policy_head(output, action_mask(obs))
+        return policy, self.value_head(output)[..., 0], core
 
 
 class LearnerState(NamedTuple):
@@ -309,7 +311,7 @@ class Trainer:
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
-        require_action_space("ppo_rnn", self.env, spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
+        require_action_space("ppo_rnn", self.env, *PolicyHead.action_spaces)
         self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
         self.agent = Agent(config, self.algorithm, self.env.action_space)
         self.evaluator = Evaluator(config, self.agent.predict, self.algorithm.initial_core)

@@ -24,6 +24,7 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
+from common.action_masks import action_mask, mask_actions
 from common.distributions import Categorical
 from common.envs import EnvBackend, EnvState, make_env, require_action_space
 from common.networks import Network
@@ -95,7 +96,7 @@ class Model(nnx.Module):
 
     def action(self, obs: Any) -> Categorical:
         """[B, *obs] -> distribution over actions [B]."""
-        return Categorical(self.actor(obs))
+        return Categorical(mask_actions(self.actor(obs), action_mask(obs)))
 
     def value(self, obs: Any) -> Array:
         """[B, *obs] -> q_values [2, B, A]."""
@@ -119,7 +120,7 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, obs_space, action_space)
         self.graph = nnx.graphdef(self.make_model(nnx.Rngs(0)))
-        self.target_entropy = config.target_entropy * math.log(action_space.n)
+        self.num_actions = int(action_space.n)
         self.normalizer = Normalizer(config.normalize_obs, False, config.gamma)
         self.optimizer = optax.adam(config.learning_rate)
         self.descend = partial(descend, self.optimizer)
@@ -181,9 +182,19 @@ class Algorithm:
         entropy = (batch.weight * policy.entropy()).mean()
         return loss, (entropy, {"actor_loss": loss, "entropy": entropy, "alpha": alpha})
 
-    def alpha_loss(self, log_alpha: Array, entropy: Array) -> tuple[Array, dict[str, Array]]:
+    def target_entropy(self, batch: Batch) -> Any:
+        """H̄: a share of log A, or of the mean log of those actions that a mask leaves."""
+        share, mask = self.config.target_entropy, action_mask(batch.obs)
+        if mask is None:
+            return share * math.log(self.num_actions)
+        num_left = jnp.where(mask.any(axis=-1), mask.sum(axis=-1), self.num_actions)  # [B]
+        return share * (batch.weight * jnp.log(num_left)).mean()
+
+    def alpha_loss(
+        self, log_alpha: Array, entropy: Array, target_entropy: Any
+    ) -> tuple[Array, dict[str, Array]]:
         """-α E[Σ_a π(a|s) log π(a|s) + H̄], with α = exp(log_alpha) (eq. 11)."""
-        return jnp.exp(log_alpha) * (entropy - self.target_entropy), {}
+        return jnp.exp(log_alpha) * (entropy - target_entropy), {}
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """A gradient step of critics, policy and temperature, then a step of the targets."""
@@ -193,7 +204,8 @@ class Algorithm:
         actor, (entropy, actor_metrics) = self.descend(self.actor_loss, state.actor, state, batch)
         state = state._replace(actor=actor)
         if self.config.alpha is None:
-            log_alpha, _ = self.descend(self.alpha_loss, state.log_alpha, entropy)
+            target_entropy = self.target_entropy(batch)
+            log_alpha, _ = self.descend(self.alpha_loss, state.log_alpha, entropy, target_entropy)
             state = state._replace(log_alpha=log_alpha)
         return self.sync_target(state), metrics | actor_metrics
 
@@ -221,7 +233,8 @@ class Agent:
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
         logits = self.algorithm.predict(state, obs).logits  # [N, A]
         is_random = step < self.config.learning_starts
-        return Categorical(jnp.where(is_random, 0.0, logits)).sample(key)
+        logits = mask_actions(jnp.where(is_random, 0.0, logits), action_mask(obs))  # [N, A]
+        return Categorical(logits).sample(key)
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One update on a batch."""

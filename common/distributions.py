@@ -15,6 +15,8 @@ from flax import nnx
 from gymnasium import spaces
 from jax import Array, lax
 
+from common.action_masks import mask_actions
+
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -97,6 +99,30 @@ class MultiCategorical(NamedTuple):
 def sum_of(terms: Any) -> Array:
     """Return the sum of a few arrays of one shape."""
     return jnp.stack(list(terms)).sum(axis=0)
+
+
+class Bernoulli(NamedTuple):
+    """Independent bits, each 1 with probability sigmoid(logit), for MultiBinary actions."""
+
+    logits: Array  # [..., D]
+
+    def sample(self, key: Array) -> Array:
+        """Draw an action [..., D] int32."""
+        return jax.random.bernoulli(key, jax.nn.sigmoid(self.logits)).astype(jnp.int32)
+
+    def mode(self) -> Array:
+        """Return the most likely action [..., D]."""
+        return (self.logits > 0).astype(jnp.int32)
+
+    def log_prob(self, action: Array) -> Array:
+        """Σ_d log π_d(a_d) [...]."""
+        return jax.nn.log_sigmoid(jnp.where(action > 0, self.logits, -self.logits)).sum(axis=-1)
+
+    def entropy(self) -> Array:
+        """Σ_d H(π_d) [...]."""
+        probs = jax.nn.sigmoid(self.logits)  # [..., D]
+        # -p log p - (1 - p) log(1 - p), with log(1 - p) = log p - logit.
+        return ((1 - probs) * self.logits - jax.nn.log_sigmoid(self.logits)).sum(axis=-1)
 
 
 class Normal(NamedTuple):
@@ -190,13 +216,16 @@ def standard_normals(key: Array, num: int, shape: tuple[int, ...]) -> Array:
 class PolicyHead(nnx.Module):
     """The last layer of a policy: features to a distribution over the actions of a space.
 
-    Discrete: logits. MultiDiscrete: the logits of every choice in turn. Box: the mean of a normal
-    distribution, whose standard deviation exp(log_std) does not depend on the features.
+    Discrete: logits. MultiDiscrete: the logits of every choice in turn. MultiBinary: the logit of
+    every bit. Box: the mean of a normal distribution, whose standard deviation exp(log_std) does
+    not depend on the features.
     """
+
+    action_spaces = spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box
 
     def __init__(self, num_features: int, space: Any, rngs: nnx.Rngs, scale: float = 0.01) -> None:
         self.space = space
-        if isinstance(space, spaces.Box):
+        if isinstance(space, spaces.Box | spaces.MultiBinary):
             num_outputs = math.prod(space.shape)
         else:
             num_outputs = int(np.sum(space.nvec if hasattr(space, "nvec") else space.n))
@@ -204,12 +233,16 @@ class PolicyHead(nnx.Module):
         self.linear = nnx.Linear(num_features, num_outputs, kernel_init=init, rngs=rngs)
         self.log_std = nnx.Param(jnp.zeros(num_outputs if isinstance(space, spaces.Box) else 0))
 
-    def __call__(self, features: Array) -> Distribution:
-        """[B, num_features] -> distribution over actions [B, ...]."""
+    def __call__(self, features: Array, mask: Array | None = None) -> Distribution:
+        """[B, num_features] -> distribution over actions [B, ...], none that `mask` rules out."""
         outputs = self.linear(features)
         if isinstance(self.space, spaces.Discrete):
-            return Categorical(outputs)
+            return Categorical(mask_actions(outputs, mask))
         if isinstance(self.space, spaces.MultiDiscrete):
             ends = np.cumsum(self.space.nvec.ravel())[:-1]
-            return MultiCategorical(tuple(map(Categorical, jnp.split(outputs, ends, axis=-1))))
+            parts = jnp.split(outputs, ends, axis=-1)
+            masks = [None] * len(parts) if mask is None else jnp.split(mask, ends, axis=-1)
+            return MultiCategorical(tuple(map(Categorical, map(mask_actions, parts, masks))))
+        if isinstance(self.space, spaces.MultiBinary):
+            return Bernoulli(outputs)
         return Normal(outputs, jnp.broadcast_to(self.log_std[...], outputs.shape))

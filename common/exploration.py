@@ -1,10 +1,12 @@
-"""Exploration noise of continuous actions: normal, and perhaps correlated in time."""
+"""Exploration: uniform discrete actions, and noise of continuous ones, perhaps correlated."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from common.action_masks import mask_actions
 
 
 def next_noise(key: Array, noise: Array, correlation: float) -> Array:
@@ -21,3 +23,16 @@ def next_noise(key: Array, noise: Array, correlation: float) -> Array:
 def uniform_action(noise: Array) -> Array:
     """Return actions uniform in [-1, 1] made of standard normal noise, as correlated as it is."""
     return jax.scipy.special.erf(noise / jnp.sqrt(2.0))
+
+
+def random_action(key: Array, shape: tuple[int, ...], mask: Array | None) -> Array:
+    """Return actions [N] drawn uniformly from A discrete ones that a mask [N, A] leaves.
+
+    Args:
+        key: of the draw.
+        shape: (N, A).
+        mask: what is available; None where everything is.
+    """
+    if mask is None:
+        return jax.random.randint(key, shape[:1], 0, shape[1])
+    return jax.random.categorical(key, mask_actions(jnp.zeros(shape), mask))

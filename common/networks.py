@@ -12,6 +12,7 @@ from gymnasium import spaces
 from jax import Array, lax
 
 from common import cpu_gradients
+from common.action_masks import without_mask
 
 SMALLEST_CNN_IMAGE = 36
 FLAX_DEFAULT = nnx.initializers.lecun_normal()
@@ -36,14 +37,14 @@ class Encoder(nnx.Module):
 
     Vectors pass flat and unchanged, uint8 arrays are scaled to [0, 1], discrete values become
     one-hot vectors, images go through the Nature CNN, and the parts of Dict and Tuple spaces are
-    concatenated.
+    concatenated. The part `action_mask` is left out: it is no input, but masks the output.
     """
 
     def __init__(
         self, space: spaces.Space, rngs: nnx.Rngs, kernel_init: Initializer = FLAX_DEFAULT
     ) -> None:
-        self.space = space
-        parts = _parts(space)
+        self.space = without_mask(space)
+        parts = _parts(self.space)
         self.has_cnn = any(is_image(p) for p in parts)
         self.cnns = nnx.List(
             [NatureCNN(p.shape, rngs, kernel_init) if is_image(p) else None for p in parts]
@@ -85,7 +86,8 @@ def _flat(x: Array, space: Any) -> Array:
         x = x.reshape(x.shape[0], -1)  # [B, parts]
         one_hots = [jax.nn.one_hot(x[:, i] - int(starts[i]), int(n)) for i, n in enumerate(sizes)]
         return jnp.concatenate(one_hots, axis=-1)
-    scale = 1 / 255 if x.dtype == jnp.uint8 and space.high.max() > 1 else 1.0
+    is_byte = isinstance(space, spaces.Box) and x.dtype == jnp.uint8 and space.high.max() > 1
+    scale = 1 / 255 if is_byte else 1.0
     return x.reshape(x.shape[0], -1).astype(jnp.float32) * scale
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from common.action_masks import MASK_KEY, action_mask
 from common.replay import Transition
 
 EPSILON = 1e-8
@@ -55,7 +56,7 @@ def update_stats(stats: RunningStats, x: Any, valid: Array) -> RunningStats:
 
 
 def normalize(stats: RunningStats, x: Any) -> Any:
-    """(x - mean) / std of rows [..., *x], within ±10; integers, such as images, pass unchanged."""
+    """(x - mean) / std of rows [..., *x], within ±10; integers and masks pass unchanged."""
 
     def normalized(mean: Array, variance: Array, x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -63,7 +64,8 @@ def normalize(stats: RunningStats, x: Any) -> Any:
         scaled = (x - mean) * lax.rsqrt(variance + EPSILON)
         return jnp.clip(scaled, -MAX_DEVIATIONS, MAX_DEVIATIONS)
 
-    return jax.tree.map(normalized, stats.mean, stats.variance, x)
+    scaled = jax.tree.map(normalized, stats.mean, stats.variance, x)
+    return scaled if action_mask(x) is None else scaled | {MASK_KEY: x[MASK_KEY]}
 
 
 def standardize(x: Array, weight: Array) -> Array:

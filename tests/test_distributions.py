@@ -12,6 +12,7 @@ from gymnasium import spaces
 from scipy import integrate, special, stats
 
 from common.distributions import (
+    Bernoulli,
     Categorical,
     MultiCategorical,
     Normal,
@@ -159,6 +160,41 @@ def test_choices_are_drawn_independently():
     joint = np.einsum("i,j,k->ijk", *probs).ravel()
     number = np.ravel_multi_index(tuple(action.T), (2, 3, 2))
     assert_frequencies(np.bincount(number, minlength=12), joint)
+
+
+# --- Bernoulli ------------------------------------------------------------------------------------
+
+BITS = np.float32([0.2, 0.9, 0.5])
+
+
+def test_bernoulli():
+    policy = Bernoulli(jnp.tile(jnp.asarray(special.logit(BITS)), (3, 1)))
+    action = np.array([[0, 0, 0], [1, 1, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(call("mode", policy), [[0, 1, 0]] * 3)
+    expected = stats.bernoulli.logpmf(action, BITS).sum(axis=-1)
+    np.testing.assert_allclose(call("log_prob", policy, action), expected, rtol=1e-5)
+    entropy = stats.bernoulli.entropy(BITS).sum()
+    np.testing.assert_allclose(call("entropy", policy), np.full(3, entropy), rtol=1e-5)
+
+
+@pytest.mark.parametrize("logit", [-1e4, -90.0, 90.0, 1e4])
+def test_a_bit_that_is_certain(logit):
+    policy, likely = Bernoulli(jnp.array([logit])), int(logit > 0)
+    assert call("sample", policy, jax.random.key(0)).tolist() == [likely]
+    assert call("log_prob", policy, jnp.array([likely])) == 0
+    np.testing.assert_allclose(call("log_prob", policy, jnp.array([1 - likely])), -abs(logit))
+    np.testing.assert_allclose(call("entropy", policy), 0, atol=1e-3)
+    slope = jax.grad(lambda x: Bernoulli(x).entropy())(policy.logits)
+    np.testing.assert_allclose(slope, 0, atol=1e-3)
+
+
+def test_bits_are_drawn_independently():
+    policy = Bernoulli(jnp.tile(jnp.asarray(special.logit(BITS)), (NUM_SAMPLES, 1)))
+    action = np.asarray(call("sample", policy, jax.random.key(0)))
+    assert action.shape == (NUM_SAMPLES, 3) and action.dtype == np.int32
+    joint = np.einsum("i,j,k->ijk", *(np.array([1 - p, p]) for p in BITS)).ravel()
+    number = np.ravel_multi_index(tuple(action.T), (2, 2, 2))
+    assert_frequencies(np.bincount(number, minlength=8), joint)
 
 
 # --- Normal ---------------------------------------------------------------------------------------
@@ -345,6 +381,8 @@ HEADS = {
     "discrete from 5": (spaces.Discrete(6, start=5), []),
     "multi-discrete": (spaces.MultiDiscrete([2, 4]), [2]),
     "multi-discrete matrix": (spaces.MultiDiscrete([[2], [4]]), [2]),
+    "multi-binary": (spaces.MultiBinary(6), [6]),
+    "multi-binary matrix": (spaces.MultiBinary([2, 3]), [6]),
     "box": (spaces.Box(-1, 1, (6,)), [6]),
     "box of a matrix": (spaces.Box(-1, 1, (2, 3)), [6]),
     "box of a scalar": (spaces.Box(-1, 1, ()), [1]),
@@ -358,6 +396,7 @@ def test_policy_head(name):
     head = PolicyHead(16, space, nnx.Rngs(0))
     is_box = isinstance(space, spaces.Box)
     num_outputs = action_shape[0] if is_box else 6
+    num_results = 2**6 if isinstance(space, spaces.MultiBinary) else 6 if action_shape == [] else 8
     params = {".".join(map(str, k)): v[...].shape for k, v in nnx.to_flat_state(nnx.state(head))}
     assert params == {
         "linear.kernel": (16, num_outputs),
@@ -375,7 +414,7 @@ def test_policy_head(name):
         np.testing.assert_allclose(entropy, num_outputs * stats.norm.entropy(), rtol=1e-6)
         np.testing.assert_allclose(log_prob, stats.norm.logpdf(action).sum(axis=-1), atol=0.3)
     else:
-        uniform = np.log(6 if action_shape == [] else 2 * 4)
+        uniform = np.log(num_results)
         np.testing.assert_allclose(entropy, uniform, rtol=1e-3)
         assert 0 < np.abs(log_prob + uniform).max() < 0.1
 

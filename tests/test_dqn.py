@@ -113,11 +113,12 @@ def test_epsilon_falls_linearly_then_stays(algorithm):
 def test_exploration_is_drawn_for_each_environment(algorithm):
     agent = Agent(Config(), algorithm)
     q_values = jnp.tile(jnp.array([0.0, 1.0, 0.0, 0.0]), (4_000, 1))
-    action = np.asarray(agent.epsilon_greedy(q_values, 0.4, jax.random.key(0)))
+    obs = jnp.zeros((4_000, 4))
+    action = np.asarray(agent.epsilon_greedy(q_values, obs, 0.4, jax.random.key(0)))
     # Greedy, or random with probability 0.4 and then greedy again once in four.
     np.testing.assert_allclose((action == 1).mean(), 0.6 + 0.4 / 4, atol=0.03)
     np.testing.assert_allclose((action == 3).mean(), 0.4 / 4, atol=0.03)
-    assert (agent.epsilon_greedy(q_values, 0.0, jax.random.key(0)) == 1).all()
+    assert (agent.epsilon_greedy(q_values, obs, 0.0, jax.random.key(0)) == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,8 @@ SPACES = {
     "discrete from -2": spaces.Discrete(3, start=-2),
     "multi-discrete": spaces.MultiDiscrete([3, 2, 4]),
     "multi-discrete from [1, -3]": spaces.MultiDiscrete([3, 2], start=[1, -3]),
+    "multi-binary": spaces.MultiBinary(4),
+    "multi-binary matrix": spaces.MultiBinary([2, 3]),
     "dict": spaces.Dict(b=spaces.Discrete(3, start=1), a=spaces.Box(-1, 1, (2,), np.float32)),
     "tuple": spaces.Tuple((spaces.MultiDiscrete([2, 3]), spaces.Box(0, 1, (1,), np.float32))),
     "nested": spaces.Dict(
@@ -226,7 +228,7 @@ def learner_action(space: spaces.Space, action: Any) -> Any:
         return tuple(learner_action(s, a) for s, a in zip(space.spaces, action, strict=True))
     if isinstance(space, spaces.Box) and space.dtype in (np.float32, np.float64):
         return np.float32(action)
-    return np.int32(action - space.start if not isinstance(space, spaces.Box) else action)
+    return np.int32(action - getattr(space, "start", 0))
 
 
 @pytest.mark.parametrize("name", SPACES)
@@ -362,7 +364,6 @@ def test_a_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (spaces.Text(5), spaces.Discrete(2), "observation space Text"),
         (spaces.Discrete(2), spaces.Text(5), "action space Text"),
-        (spaces.MultiBinary(3), spaces.Discrete(2), "observation space MultiBinary"),
         (spaces.Dict(a=spaces.Text(5)), spaces.Discrete(2), "observation space Text"),
         (spaces.Discrete(2), spaces.Tuple((spaces.Text(5),)), "action space Text"),
     ],
@@ -535,6 +536,7 @@ def test_actions_take_the_shape_of_the_box(shape):
         (spaces.Discrete(3, start=5), [0, 2, 1], [0, 2, 1]),
         (spaces.MultiDiscrete([2, 9]), [[1, 8], [0, 3]], [[1, 8], [0, 3]]),
         (spaces.MultiDiscrete([[2], [9]]), [[1, 8], [0, 3]], [[[1], [8]], [[0], [3]]]),
+        (spaces.MultiBinary([2, 1]), [[1, 0], [0, 1]], [[[1], [0]], [[0], [1]]]),
     ],
 )
 def test_discrete_actions_only_change_their_shape(space, action, expected):
@@ -673,6 +675,7 @@ TUPLE_SPACE = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,))))
         (spaces.Box(-np.inf, np.inf, (1,)), jnp.float32([[0], [jnp.inf]])),
         (spaces.Box(0, 5, (1,), np.int32), jnp.int32([[0], [6]])),
         (spaces.MultiDiscrete([2, 3]), jnp.int32([[0, 0], [2, 0]])),
+        (spaces.MultiBinary(2), jnp.int32([[0, 1], [2, 0]])),
         (spaces.Dict(a=spaces.Discrete(2)), {"a": jnp.int32([0, 2])}),
         (TUPLE_SPACE, (jnp.int32([0, 0]), jnp.float32([[0], [jnp.nan]]))),
     ],
@@ -809,7 +812,7 @@ def test_pgx_2048() -> None:
     env = make_env(env_config("pgx/2048", num_envs=3))
     _, rows = play(env, random_actions(env, 60))
     assert_boundaries(rows)
-    resets = rows["obs"][~rows["valid"]]
+    resets = rows["obs"]["observation"][~rows["valid"]]
     assert len(resets) >= 3
     assert (resets[..., 1:].sum(axis=(1, 2, 3)) == 2).all(), "a game starts with two tiles"
 

@@ -160,7 +160,7 @@ BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         f"several actions at once, {algo}": (
             algo,
             "--env-id ToyDictActions-v0",
-            [f"{algo} needs a Discrete, MultiDiscrete or Box action space", "Dict('a'"],
+            [f"{algo} needs a Discrete, MultiDiscrete, MultiBinary or Box action", "Dict('a'"],
         )
         for algo in ("a2c", "ppo", "ppo_rnn")
     },

@@ -90,6 +90,7 @@ def test_a_policy_is_the_code_that_trained_it(tmp_path):
 SPACES = {
     "discrete": spaces.Discrete(3, start=5),
     "multi_discrete": spaces.MultiDiscrete([2, 3], start=[1, -1]),
+    "multi_binary": spaces.MultiBinary([2, 2]),
     "box": spaces.Box(np.float64([-1, 0]), np.float64([3, 0.5]), dtype=np.float64),
 }
 

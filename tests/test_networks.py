@@ -58,6 +58,8 @@ FLAT = {
         np.int32([[[1], [2]]]),
         [[0, 1, 0, 0, 1]],
     ),
+    "multi-binary": (spaces.MultiBinary(3), np.int8([[1, 0, 1]]), [[1, 0, 1]]),
+    "multi-binary matrix": (spaces.MultiBinary([1, 2]), np.int8([[[0, 1]]]), [[0, 1]]),
     "dict": (
         spaces.Dict(b=spaces.Discrete(2), a=spaces.Box(-9, 9, (2,))),
         {"b": np.int32([1]), "a": np.float32([[7, 8]])},

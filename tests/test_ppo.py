@@ -496,6 +496,7 @@ def test_the_value_goes_on_after_a_time_limit_and_not_after_an_end(monkeypatch):
 ACTION_SPACES = {
     "discrete": spaces.Discrete(3, start=2),
     "multi_discrete": spaces.MultiDiscrete([2, 3]),
+    "multi_binary": spaces.MultiBinary([3, 1]),
     "box": spaces.Box(np.float32([[-3, 0]]), np.float32([[-1, 10]])),
 }
 OBSERVATION = spaces.Dict(place=spaces.Discrete(3), speed=spaces.Box(-1, 1, (2,), np.float32))
@@ -520,6 +521,9 @@ def test_action_spaces_and_dict_observations(name, monkeypatch):
         np.testing.assert_array_equal(played, sampled + 2)
     elif name == "multi_discrete":
         assert {tuple(x) for x in played.tolist()} == {(i, j) for i in range(2) for j in range(3)}
+        np.testing.assert_array_equal(played, sampled)
+    elif name == "multi_binary":
+        assert len({tuple(x) for x in played[..., 0].tolist()}) == 8
         np.testing.assert_array_equal(played, sampled)
     else:
         # -1 and 1 are the bounds, and beyond them the policy's action is clipped on the way only.

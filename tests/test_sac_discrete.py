@@ -60,7 +60,7 @@ def hand_algorithm(**options) -> tuple[Algorithm, LearnerState]:
     """An Algorithm of `HandModel` that descends with step size 1, and its state."""
     params = ACTOR, CRITIC, jnp.log(jnp.float32(ALPHA))
     algorithm, trained = bare_algorithm(Algorithm, Config(**options), HandModel, *params)
-    algorithm.target_entropy = 0.5 * math.log(2)
+    algorithm.target_entropy = lambda batch: 0.5 * math.log(2)
     actor, critic, log_alpha = trained
     return algorithm, LearnerState(actor, critic, TARGET_CRITIC, log_alpha, ())
 
@@ -114,12 +114,15 @@ def test_actor_loss_by_hand():
 def test_alpha_loss_by_hand(entropy, rises):
     # H̄ = 0.347: an entropy below it must raise α.
     algorithm, _ = hand_algorithm()
+    target = 0.5 * math.log(2)
     log_alpha = jnp.log(jnp.float32(0.4))
-    loss, gradient = jax.value_and_grad(lambda x: algorithm.alpha_loss(x, entropy)[0])(log_alpha)
-    expected = 0.4 * (entropy - 0.5 * math.log(2))
+    loss, gradient = jax.value_and_grad(lambda x: algorithm.alpha_loss(x, entropy, target)[0])(
+        log_alpha
+    )
+    expected = 0.4 * (entropy - target)
     np.testing.assert_allclose([loss, gradient], expected, rtol=1e-6)
     trained = Trained(log_alpha, algorithm.optimizer.init(log_alpha))
-    moved, _ = algorithm.descend(algorithm.alpha_loss, trained, jnp.float32(entropy))
+    moved, _ = algorithm.descend(algorithm.alpha_loss, trained, jnp.float32(entropy), target)
     assert (moved.params > log_alpha) == rises
 
 
@@ -202,9 +205,9 @@ def test_networks_against_a_loop_over_actions(algorithm, state):
 
 
 def test_the_target_entropy_is_a_share_of_the_largest(algorithm):
-    np.testing.assert_allclose(algorithm.target_entropy, 0.4 * math.log(4))
+    np.testing.assert_allclose(algorithm.target_entropy(HAND_BATCH), 0.4 * math.log(4))
     paper = Algorithm(Config(**PRESETS["atari"]), OBS_SPACE, spaces.Discrete(6))
-    np.testing.assert_allclose(paper.target_entropy, 0.98 * math.log(6))
+    np.testing.assert_allclose(paper.target_entropy(HAND_BATCH), 0.98 * math.log(6))
 
 
 # --- exploration ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from gymnasium import spaces
 
+from common.action_masks import MASK_KEY
 from common.envs.env import (
     Env,
     EnvState,
@@ -40,6 +41,7 @@ __all__ = [
 EnvBackend = Literal["auto", "envpool", "gymnasium", "jax"]
 Purpose = Literal["train", "evaluate", "video"]
 PURPOSES = ("train", "evaluate", "video")
+KINDS = spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary
 
 
 class EnvConfig(Protocol):
@@ -85,6 +87,7 @@ def make_env(
     env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
+    _check_mask(config.env_id, env.observation_space, env.action_space)
     return env
 
 
@@ -217,10 +220,33 @@ def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         for part in sub_spaces(space).values():
             _check_space(env_id, what, part)
-    elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete):
+    elif not isinstance(space, KINDS):
+        names = ", ".join(kind.__name__ for kind in KINDS)
         raise UserError(
-            f"{env_id} has the {what} space {space}; accepted are Box, Discrete, MultiDiscrete, "
-            "and Dict and Tuple of these; wrap the environment to convert it"
+            f"{env_id} has the {what} space {space}; accepted are {names}, and Dict and Tuple of "
+            "these; wrap the environment to convert it"
+        )
+
+
+def _check_mask(env_id: str, obs_space: spaces.Space, action_space: Any) -> None:
+    """Check that the part `action_mask` of an observation space has one entry for each action."""
+    if not isinstance(obs_space, spaces.Dict) or MASK_KEY not in obs_space.spaces:
+        return
+    if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
+        raise UserError(
+            f"{env_id} has the observation {MASK_KEY!r}, which masks Discrete and MultiDiscrete "
+            f"actions, not {action_space}; give that part of the observation another name"
+        )
+    num_actions = spaces.flatdim(action_space)
+    if obs_space[MASK_KEY].shape != (num_actions,):
+        raise UserError(
+            f"{env_id} has the observation {MASK_KEY!r} {obs_space[MASK_KEY]} for {action_space}; "
+            f"give one entry for each action, as MultiBinary({num_actions}) has"
+        )
+    if len(obs_space.spaces) == 1:
+        raise UserError(
+            f"{env_id} observes nothing but {MASK_KEY!r}; add the observation itself under another "
+            "key, such as 'observation'"
         )
 
 

@@ -237,7 +237,7 @@ def sub_spaces(space: spaces.Dict | spaces.Tuple) -> dict[Any, spaces.Space]:
 
 
 def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
-    """Return the smallest and largest action of a Box, Discrete or MultiDiscrete space.
+    """Return the smallest and largest action of a space without parts.
 
     Discrete actions are counted from 0 here whatever the space's `start`; the backend shifts them.
     """
@@ -250,12 +250,10 @@ def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
         return low, high
     if isinstance(space, spaces.Discrete):
         return np.int32(0), np.int32(int(space.n) - 1)
-    if isinstance(space, spaces.MultiDiscrete):
-        return np.zeros(space.shape, np.int32), space.nvec.astype(np.int32) - np.int32(1)
-    raise UserError(
-        f"unsupported space {space}; accepted are Box, Discrete, MultiDiscrete, and Dict and Tuple "
-        "of these; wrap the environment to convert it"
-    )
+    if isinstance(space, spaces.MultiBinary):
+        return np.int32(0), np.int32(1)
+    assert isinstance(space, spaces.MultiDiscrete)
+    return np.zeros(space.shape, np.int32), space.nvec.astype(np.int32) - np.int32(1)
 
 
 def scale_action(space: Any, action: Array) -> Array:
@@ -287,6 +285,8 @@ def to_space(space: spaces.Space, action: Any) -> Any:
         return tuple(to_space(s, a) for s, a in zip(space.spaces, action, strict=True))
     if isinstance(space, spaces.Box):
         return np.clip(action.astype(space.dtype), space.low, space.high)
+    if isinstance(space, spaces.MultiBinary):
+        return action.astype(space.dtype)
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     return action + space.start
 

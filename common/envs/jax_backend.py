@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium import spaces
 from jax import Array
 
+from common.action_masks import MASK_KEY
 from common.envs.env import BackendStep
 from common.errors import UserError, one_line
 
@@ -149,7 +150,7 @@ def _number(value: Any) -> Any:
 
 
 class PgxEnv:
-    """A single-player pgx environment."""
+    """A single-player pgx environment; in MinAtar no action is ever illegal, so without a mask."""
 
     def __init__(self, env_id: str, kwargs: dict[str, Any]) -> None:
         import pgx
@@ -163,17 +164,27 @@ class PgxEnv:
                 f"pgx/{env_id} has {self.env.num_players} players; single-player ids are pgx/2048 "
                 "and pgx/minatar-*"
             )
-        shape = self.env.observation_shape
-        self.observation_space: spaces.Space = spaces.Box(0, 1, shape, np.float32)
-        self.action_space: spaces.Space = spaces.Discrete(self.env.num_actions)
+        num_actions, shape = self.env.num_actions, self.env.observation_shape
+        observation = spaces.Box(0, 1, shape, np.float32)
+        masked = spaces.Dict(
+            {"observation": observation, MASK_KEY: spaces.MultiBinary(num_actions)}
+        )
+        self.has_mask = not env_id.startswith("minatar-")
+        self.observation_space: spaces.Space = masked if self.has_mask else observation
+        self.action_space: spaces.Space = spaces.Discrete(num_actions)
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """key -> (state, obs)."""
         state = self.env.init(key)
-        return state, state.observation.astype(jnp.float32)
+        return state, self._obs(state)
 
     def step(self, key: Array, state: Any, action: Any) -> JaxStep:
         """Step once; pgx counts an illegal action as a loss."""
         state = self.env.step(state, action, key)
-        obs, reward = state.observation.astype(jnp.float32), state.rewards[0]
-        return JaxStep(state, obs, jnp.float32(reward), state.terminated, state.truncated)
+        obs, reward = self._obs(state), jnp.float32(state.rewards[0])
+        return JaxStep(state, obs, reward, state.terminated, state.truncated)
+
+    def _obs(self, state: Any) -> Any:
+        observation = state.observation.astype(jnp.float32)
+        mask = state.legal_action_mask.astype(jnp.int8)  # [A]
+        return {"observation": observation, MASK_KEY: mask} if self.has_mask else observation
