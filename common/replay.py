@@ -15,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from common import sum_tree
 from common.errors import UserError
 from common.sharding import shard_rows
+from common.sum_tree import SumTree
+
+PRIORITY_OF_NOTHING = 1e-6
 
 
 class Transition(NamedTuple):
@@ -39,8 +43,16 @@ class Batch(NamedTuple):
     reward: Array  # [B] sum over k < m of gamma^k r_{t+k}; m <= n_step ends with the episode
     discount: Array  # [B] gamma^m (1 - terminated): multiplies the value of next_obs
     next_obs: Any  # [B, *obs] observation m steps later, the true final one at an episode's end
-    weight: Array  # [B] importance weight x validity, with mean 1 over the valid rows
+    weight: Array  # [B] importance weight x validity; without priorities of mean 1
     extras: Any  # [B, ...]
+    index: Any = ()  # [B] what `update_priorities` calls the rows, where they have priorities
+
+
+class Priorities(NamedTuple):
+    """How likely each row is drawn."""
+
+    tree: SumTree  # p^α of row (t, n) at leaf t N + n; 0 where it must not be drawn
+    largest: Array  # [] the largest p^α so far: that of new rows
 
 
 class ReplayState(NamedTuple):
@@ -50,6 +62,7 @@ class ReplayState(NamedTuple):
     stack_start: Array  # [T, N] bool, no older frame belongs to the stack of this row
     position: Array  # [] int32, the row written next
     size: Array  # [] int32, rows written so far, at most T
+    priorities: Any = ()  # Priorities, where there are any
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class Replay:
             episode's end and bootstraps from the final observation unless it was terminal.
         frame_stack: if above 1, observations are [N, frame_stack, *frame] and only the newest
             frame is stored; stacks are rebuilt at sampling and never reach into another game.
+        priority_exponent: α; above 0, rows are drawn in proportion to p^α with p = |δ| + 1e-6, the
+            proportional variant of Schaul et al. 2016. New rows get the largest p so far.
 
     Raises:
         UserError: if the capacity does not hold one return of stacked observations.
@@ -74,6 +89,7 @@ class Replay:
     gamma: float
     n_step: int = 1
     frame_stack: int = 1
+    priority_exponent: float = 0.0
 
     def __post_init__(self) -> None:
         if self.n_step < 1 or self.frame_stack < 1:
@@ -112,7 +128,11 @@ class Replay:
         storage = jax.tree.map(lambda x: jnp.zeros((self.num_rows, *x.shape), x.dtype), stored)
         stack_start = jnp.zeros((self.num_rows, self.num_envs), bool)
         position, size = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return ReplayState(storage, stack_start, position, size)
+        priorities: Any = ()
+        if self.priority_exponent:
+            tree = sum_tree.init(self.num_rows * self.num_envs)
+            priorities = Priorities(tree, largest=jnp.ones(()))
+        return ReplayState(storage, stack_start, position, size, priorities)
 
     def add(self, state: ReplayState, transition: Transition) -> ReplayState:
         """Write one step of all environments over the oldest row."""
@@ -130,15 +150,42 @@ class Replay:
             stack_start=stack_start,
             position=(state.position + 1) % self.num_rows,
             size=jnp.minimum(state.size + 1, self.num_rows),
+            priorities=self._move_priorities(state, storage.valid),
         )
 
-    def sample(self, state: ReplayState, key: Array, batch_size: int) -> Batch:
-        """Draw rows uniformly, with replacement, among those whose return is complete.
+    def _move_priorities(self, state: ReplayState, valid: Array) -> Any:
+        """Let the row that is complete now be drawn, and no more the one that loses a frame.
+
+        Args:
+            state: before a row is written at `position`.
+            valid: [T, N] of all rows, with the one that is written.
+        """
+        if not self.priority_exponent:
+            return ()
+        tree, largest = state.priorities
+        complete = (state.position - self.n_step) % self.num_rows
+        lost = (state.position + self.frame_stack - 1) % self.num_rows
+        first = jnp.stack([complete, lost]) * self.num_envs  # [2]
+        leaves = first[:, None] + jnp.arange(self.num_envs)  # [2, N]
+        values = jnp.stack([largest * valid[complete], jnp.zeros(self.num_envs)])  # [2, N]
+        return Priorities(sum_tree.update(tree, leaves.ravel(), values.ravel()), largest)
+
+    def sample(
+        self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any = 1.0
+    ) -> Batch:
+        """Draw rows, with replacement, among those whose return is complete.
 
         The newest n_step rows still miss their next observation and, once the buffer is full, the
-        oldest frame_stack - 1 rows miss frames: neither is drawn. A drawn row whose action the
-        environment ignored has weight 0, and the others share its weight.
+        oldest frame_stack - 1 rows miss frames: neither is drawn.
+
+        Without priorities, rows are drawn uniformly; one whose action the environment ignored has
+        weight 0, and the others share its weight. With priorities, such rows are not drawn; one row
+        is drawn from each of `batch_size` equal shares of their sum, with the weight
+        (1 / (M P(i)))^β over the largest of the batch, β being the importance exponent and M the
+        number of rows.
         """
+        if self.priority_exponent:
+            return self._sample_by_priority(state, key, batch_size, importance_exponent)
         incomplete = jnp.where(state.size == self.num_rows, self.frame_stack - 1, 0)
         count = state.size - self.n_step - incomplete
         num_complete = jnp.maximum(count, 1) * self.num_envs
@@ -151,6 +198,29 @@ class Replay:
         valid = batch.weight * (count > 0)
         weight = valid * batch_size / jnp.maximum(valid.sum(), 1.0)  # [B]
         return shard_rows(batch._replace(weight=weight))
+
+    def _sample_by_priority(
+        self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any
+    ) -> Batch:
+        tree = state.priorities.tree
+        shares = jnp.arange(batch_size) + jax.random.uniform(key, (batch_size,))  # [B]
+        index = sum_tree.draw(tree, shares / batch_size)  # [B]
+        batch = self.gather(state, index // self.num_envs, index % self.num_envs)
+        # M and the sum of all priorities are the same in every weight.
+        priority = tree[0][index]  # [B]
+        weight = jnp.where(priority > 0, priority**-importance_exponent, 0.0)  # [B]
+        weight = batch.weight * weight / jnp.maximum(weight.max(), 1e-30)
+        return shard_rows(batch._replace(weight=weight, index=index))
+
+    def update_priorities(self, state: ReplayState, index: Array, td_error: Array) -> ReplayState:
+        """Give the rows index [B] of a batch the priority |δ| + 1e-6 of their δ [B]."""
+        tree, largest = state.priorities
+        priority = (jnp.abs(td_error) + PRIORITY_OF_NOTHING) ** self.priority_exponent  # [B]
+        # A batch that was drawn while no row was complete names rows that must stay out.
+        priority = jnp.where(tree[0][index] > 0, priority, 0.0)
+        tree = sum_tree.update(tree, index, priority)
+        priorities = Priorities(tree, jnp.maximum(largest, priority.max()))
+        return state._replace(priorities=priorities)
 
     def gather(self, state: ReplayState, time: Array, env: Array) -> Batch:
         """Return the transitions of rows (time, env) [B]; their weight is their validity."""
@@ -226,6 +296,7 @@ class Replay:
                 stack_start=merged.stack_start.at[merged.position].set(starts),
                 position=(merged.position + 1) % self.num_rows,
                 size=jnp.minimum(merged.size + 1, self.num_rows),
+                priorities=self._move_priorities(merged, storage.valid),
             )
 
         return lax.fori_loop(0, other_state.size, append, interrupt(state))

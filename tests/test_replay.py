@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from common.errors import UserError
 from common.replay import Replay, ReplayState, Transition, _free_bytes, interrupt
@@ -350,3 +351,136 @@ def test_a_buffer_larger_than_the_free_memory_is_refused(monkeypatch):
 
 def test_the_free_memory_is_known():
     assert 1e8 < _free_bytes() < 1e13
+
+
+# --- priorities -----------------------------------------------------------------------------------
+
+ALPHA = 0.7
+
+
+def leaves_of(replay: Replay, state: ReplayState) -> np.ndarray:
+    """p^α of all rows [T, N]."""
+    size = replay.num_rows * replay.num_envs
+    return np.asarray(state.priorities.tree[0])[:size].reshape(replay.num_rows, -1)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    num_envs=st.integers(1, 3),
+    num_rows=st.integers(9, 14),
+    length=st.integers(8, 40),
+    n_step=st.integers(1, 4),
+    frame_stack=st.integers(1, 4),
+)
+def test_priorities_equal_a_dictionary(seed, num_envs, num_rows, length, n_step, frame_stack):
+    """Over random episodes, wrap-arounds and updates in between: which rows, and which numbers."""
+    rng = np.random.default_rng(seed)
+    lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
+    replay = Replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack, ALPHA)
+    rows = transitions(lanes, frame_stack)
+    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
+    add, update = jax.jit(replay.add), jax.jit(replay.update_priorities)
+    sample = jax.jit(replay.sample, static_argnums=2)
+    known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
+    largest = 1.0
+    for i, row in enumerate(rows):
+        state = add(state, row)
+        first = max(0, i + frame_stack - num_rows)  # older ones are lost, or miss a frame
+        known = {place: p for place, p in known.items() if place[0] >= first}
+        for n, lane in enumerate(lanes):
+            if i - n_step >= first and lane.valid[i - n_step]:
+                known[i - n_step, n] = largest
+        expected = np.zeros((num_rows, num_envs))
+        for (time, n), priority in known.items():
+            expected[time % num_rows, n] = priority
+        np.testing.assert_allclose(leaves_of(replay, state), expected, rtol=1e-6)
+        if i % 3 == 0:
+            batch = sample(state, jax.random.key(i), 8)
+            index = np.asarray(batch.index)
+            td_error = np.float32((index - 5) * (i + 1) / 7)  # equal where a row comes twice
+            state = update(state, batch.index, jnp.array(td_error))
+            for time, leaf, error in zip(np.asarray(batch.extras), index, td_error, strict=True):
+                if known:
+                    assert leaf // num_envs == time % num_rows
+                    known[int(time), leaf % num_envs] = (abs(float(error)) + 1e-6) ** ALPHA
+            largest = max([largest, *known.values()])
+
+
+def prioritized(priorities: list[float], alpha: float = 1.0) -> tuple[Replay, ReplayState]:
+    """A buffer of one lane whose complete rows have these |δ|."""
+    replay = Replay(len(priorities) + 1, 1, GAMMA, priority_exponent=alpha)
+    state = fill(replay, [counter_row(i) for i in range(len(priorities) + 1)])
+    rows = jnp.arange(len(priorities))
+    return replay, replay.update_priorities(state, rows, jnp.array(priorities))
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_rows_are_drawn_in_proportion_to_their_priority(alpha):
+    priorities = [4.0, 1.0, 0.25, -9.0, 2.0]
+    replay, state = prioritized(priorities, alpha)
+    batches = jax.vmap(lambda key: replay.sample(state, key, 1).obs)(
+        jax.random.split(jax.random.key(0), 40_000)
+    )
+    expected = np.abs(priorities) ** alpha
+    counts = np.bincount(batches.ravel(), minlength=6)
+    assert counts[5] == 0  # the newest row misses its next observation
+    pvalue = stats.chisquare(counts[:5], expected / expected.sum() * 40_000).pvalue
+    assert pvalue > 1e-3
+
+
+def test_each_equal_share_gives_one_row():
+    # Shares of 10 / 5 = 2: the first two fall on row 0, the third on 0 or 1, the others on 2 and 3.
+    replay, state = prioritized([4.5, 1.5, 2.0, 2.0])
+    for seed in range(20):
+        drawn = replay.sample(state, jax.random.key(seed), 5).index.tolist()
+        assert drawn in ([0, 0, 0, 2, 3], [0, 0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_importance_weights(beta):
+    """(1 / (M P))^β over the largest: by hand for priorities 1, 2 and 4."""
+    replay, state = prioritized([1.0, 2.0, 4.0])
+    batch = replay.sample(state, jax.random.key(0), 7, beta)
+    assert set(batch.index.tolist()) == {0, 1, 2}
+    expected = np.array([1.0, 0.5, 0.25])[batch.index] ** beta
+    np.testing.assert_allclose(batch.weight, expected, rtol=1e-5)
+
+
+def test_no_row_has_weight_before_one_is_complete():
+    replay = Replay(10, 1, GAMMA, n_step=3, priority_exponent=0.6)
+    state = fill(replay, [counter_row(i) for i in range(3)])
+    batch = replay.sample(state, jax.random.key(0), 4, 0.0)
+    assert batch.weight.tolist() == [0, 0, 0, 0]
+    state = replay.update_priorities(state, batch.index, jnp.full(4, 9.0))
+    assert not leaves_of(replay, state).any() and state.priorities.largest == 1
+    assert (
+        replay.sample(replay.add(state, counter_row(3)), jax.random.key(0), 4).obs[:, 0].tolist()
+        == [0] * 4
+    )
+
+
+def test_merged_rows_get_the_largest_priority():
+    _, state = prioritized([3.0, 1.0, 2.0])
+    small = Replay(4, 1, GAMMA, priority_exponent=1.0)
+    large = Replay(8, 1, GAMMA, priority_exponent=1.0)
+    merged = large.merge(large.init(jnp.zeros((1, 1), int), jnp.zeros(1, int)), small, state)
+    assert leaves_of(large, merged).ravel().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    both = large.merge(prioritized_in(large), small, state)
+    # Row 3 of the first buffer has lost what followed it; the newest row is not complete.
+    np.testing.assert_allclose(leaves_of(large, both).ravel(), [5, 5, 5, 0, 5, 5, 5, 0], rtol=1e-5)
+
+
+def prioritized_in(replay: Replay) -> ReplayState:
+    state = fill(replay, [counter_row(i) for i in range(4)])
+    return replay.update_priorities(state, jnp.arange(3), jnp.full(3, 5.0))
+
+
+def test_checkpoint_of_priorities(tmp_path):
+    from common.run.checkpoint import Checkpoints
+
+    replay, state = prioritized([3.0, 1.0, 2.0], 0.6)
+    Checkpoints(tmp_path).save(5, state, None)
+    like = replay.init(jnp.zeros((1, 1), int), jnp.zeros(1, int))
+    restored = Checkpoints(tmp_path).restore(5, like)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)

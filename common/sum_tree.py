@@ -1,0 +1,60 @@
+"""A tree of sums: draw among many numbers in proportion to them, and change some of them.
+
+Schaul et al. 2016, https://arxiv.org/abs/1511.05952, appendix B.2.1. Every node is the sum of its
+eight children, made again from them when one of them changes: differences that are added to a node
+would drift away from its leaves. A million leaves take seven levels.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+CHILDREN = 8
+
+SumTree = tuple[Array, ...]  # the leaves first, the root [1] last; all levels padded with zeros
+
+
+def init(num_leaves: int) -> SumTree:
+    """Return a tree whose leaves are all 0."""
+    sizes = [num_leaves]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // CHILDREN))
+    padded = [size * CHILDREN for size in sizes[1:]]
+    return tuple(jnp.zeros(size) for size in [*padded, 1])
+
+
+def update(tree: SumTree, index: Array, value: Array) -> SumTree:
+    """Set the leaves index [B] to value [B]; of an index that comes twice, one value stays."""
+    levels = [tree[0].at[index].set(value, mode="promise_in_bounds")]
+    for level in tree[1:]:
+        index = index // CHILDREN
+        children = _children(levels[-1], index)  # [B, 8]
+        levels.append(level.at[index].set(children.sum(axis=1), mode="promise_in_bounds"))
+    return tuple(levels)
+
+
+def draw(tree: SumTree, fraction: Array) -> Array:
+    """Return the leaf [B] at which the running sum passes a fraction [B] in [0, 1) of the total.
+
+    A leaf of 0 is never returned, unless all are 0.
+    """
+    node = jnp.zeros(fraction.shape, jnp.int32)  # [B]
+    rest = fraction * total(tree)  # [B]
+    for level in tree[-2::-1]:
+        children = _children(level, node)  # [B, 8]
+        places = jnp.arange(CHILDREN)
+        passed = (rest[:, None] >= jnp.cumsum(children, axis=1)).sum(axis=1)  # [B]
+        # Where rounding leaves more of the sum than there is, the last child above 0 is meant.
+        last = jnp.where(children > 0, places, 0).max(axis=1)  # [B]
+        chosen = jnp.minimum(passed, last)  # [B]
+        rest = rest - jnp.where(places < chosen[:, None], children, 0).sum(axis=1)  # [B]
+        node = node * CHILDREN + chosen
+    return node
+
+
+def total(tree: SumTree) -> Array:
+    """Return the sum of all leaves []."""
+    return tree[-1][0]
+
+
+def _children(level: Array, parent: Array) -> Array:
+    return level.reshape(-1, CHILDREN).at[parent].get(mode="promise_in_bounds")
