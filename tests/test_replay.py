@@ -484,3 +484,27 @@ def test_checkpoint_of_priorities(tmp_path):
     like = replay.init(jnp.zeros((1, 1), int), jnp.zeros(1, int))
     restored = Checkpoints(tmp_path).restore(5, like)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_checkpoint_of_a_release_without_priorities(tmp_path):
+    """A field that holds nothing may be new; one that holds something may not."""
+    from common.run.checkpoint import Checkpoints
+
+    class Earlier(NamedTuple):
+        storage: Any
+        stack_start: Any
+        position: Any
+        size: Any
+
+    class State(NamedTuple):
+        replay: Any
+        step: Any
+
+    state = fill(Replay(4, 1, GAMMA), [counter_row(7)])
+    Checkpoints(tmp_path).save(5, State(Earlier(*state[:4]), jnp.int32(5)), None)
+    restored = Checkpoints(tmp_path).restore(5, State(state, jnp.int32(0)))
+    jax.tree.map(np.testing.assert_array_equal, restored, State(state, jnp.int32(5)))
+    prioritized = Replay(4, 1, GAMMA, priority_exponent=0.5)
+    like = prioritized.init(jnp.zeros((1, 1), int), jnp.zeros(1, int))
+    with pytest.raises(ValueError, match="priorities"):
+        Checkpoints(tmp_path).restore(5, State(like, jnp.int32(0)))

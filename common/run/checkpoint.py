@@ -11,6 +11,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,13 @@ class Checkpoints:
         self.check(step)
         ocp, path = self._ocp, self.folder.absolute() / str(step) / "default"
         with _quiet_orbax():
-            abstract = _abstract(jax.eval_shape(_filled, like))
             checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+            saved = checkpointer.metadata(path).item_metadata.tree
+            abstract = _as_saved(_abstract(jax.eval_shape(_filled, like)), saved)
             restored = checkpointer.restore(path, args=ocp.args.StandardRestore(abstract))
-        return jax.tree.map(
-            lambda x, y: y if x.size else jnp.zeros(x.shape, x.dtype), like, restored
+        found = {_name(path): x for path, x in jax.tree.leaves_with_path(restored)}
+        return jax.tree.map_with_path(
+            lambda path, x: found[_name(path)] if x.size else jnp.zeros(x.shape, x.dtype), like
         )
 
     def set_aside(self, step: int) -> None:
@@ -155,6 +158,23 @@ def write_atomically(path: Path, content: str) -> None:
 def _filled(state: Any) -> Any:
     """Give arrays without elements one: orbax refuses to save them."""
     return jax.tree.map(lambda x: x if x.size else jnp.zeros(1, x.dtype), state)
+
+
+_name = partial(jax.tree_util.keystr, simple=True, separator="/")
+
+
+def _as_saved(state: Any, saved: Any) -> Any:
+    """Turn NamedTuples into dicts, without fields that hold nothing and that were not saved.
+
+    Such a field is one that the release which wrote the checkpoint did not have.
+    """
+    if not hasattr(state, "_asdict") or not isinstance(saved, dict):
+        return state
+    return {
+        name: _as_saved(part, saved.get(name))
+        for name, part in state._asdict().items()
+        if name in saved or jax.tree.leaves(part)
+    }
 
 
 @contextlib.contextmanager
