@@ -1,9 +1,10 @@
-"""Returns and advantages along time: pure functions, one equation each, time-major [T, B].
+"""Targets, and the losses that belong to them: pure functions, one equation each.
 
-Row t + 1 holds the true next observation of row t, at the end of an episode too (see
-`common.envs.env`), so `value` has one row more than `reward`: that of the observation after the
-last step. `terminated` cuts the value of the next row, `terminated | truncated` cuts the trace. The
-row after an end holds no transition; no other row looks at its result.
+Returns and advantages along time are time-major, [T, B]. Row t + 1 holds the true next observation
+of row t, at the end of an episode too (see `common.envs.env`), so `value` has one row more than
+`reward`: that of the observation after the last step. `terminated` cuts the value of the next row,
+`terminated | truncated` cuts the trace. The row after an end holds no transition; no other row
+looks at its result.
 """
 
 import chex
@@ -78,6 +79,95 @@ def n_step_return(
         return reward + jnp.where(goes_on, gamma * later, bootstrap)  # [T, B]
 
     return lax.fori_loop(1, min(n, len(reward)), lengthen, returns)
+
+
+def categorical_projection(reward: Array, discount: Array, probs: Array, support: Array) -> Array:
+    """Distribution of r + γ Z on the atoms of Z (Bellemare et al. 2017, eq. 7).
+
+        m_i = Σ_j [1 - |clip(r + γ z_j, z_0, z_{M-1}) - z_i| / Δz]_0^1 p_j
+
+    Each atom's mass is shared out between its two neighbours, all of it to one where it falls on
+    it; what falls beyond the support stays at its ends. So no mass is lost.
+
+    https://arxiv.org/abs/1707.06887
+
+    Args:
+        reward: r [B], of one step or of n.
+        discount: γ [B], of as many steps, 0 after a termination.
+        probs: p [B, M].
+        support: z [M], ascending, with equal distances Δz.
+
+    Returns:
+        m [B, M].
+    """
+    chex.assert_equal_shape([reward, discount])
+    chex.assert_shape(probs, (len(reward), len(support)))
+    distance = (support[-1] - support[0]) / (len(support) - 1)
+    moved = reward[:, None] + discount[:, None] * support  # [B, M]
+    place = (jnp.clip(moved, support[0], support[-1]) - support[0]) / distance  # [B, M], in atoms
+    lower = jnp.floor(place).astype(jnp.int32)  # [B, M]
+    upper = jnp.minimum(lower + 1, len(support) - 1)  # [B, M]
+    share = place - lower  # [B, M], 0 where an atom falls on another
+    row = jnp.arange(len(reward))[:, None]
+    projected = jnp.zeros_like(probs).at[row, lower].add(probs * (1 - share))
+    return projected.at[row, upper].add(probs * share)  # [B, M]
+
+
+def quantile_huber_loss(quantiles: Array, tau: Array, target: Array, kappa: float = 1.0) -> Array:
+    """Σ_i E_j[ρ_τi(y_j - θ_i)], the quantile Huber loss (Dabney et al. 2018, eq. 10).
+
+        ρ_τ(u) = |τ - 1{u < 0}| L_κ(u) / κ
+        L_κ(u) = ½ u² where |u| ≤ κ, else κ (|u| - ½ κ)
+
+    https://arxiv.org/abs/1710.10044; divided by κ as in https://arxiv.org/abs/1806.06923 (eq. 3).
+
+    Args:
+        quantiles: θ [B, N], estimated values of the quantiles.
+        tau: fractions [N] or [B, N] between 0 and 1 that they are to be the quantiles of.
+        target: y [B, N'], samples or quantiles of the target distribution.
+        kappa: κ, beyond which the loss is linear; above 0.
+
+    Returns:
+        loss [B].
+    """
+    chex.assert_rank([quantiles, target], 2)
+    error = target[:, None, :] - quantiles[:, :, None]  # [B, N, N']
+    size = jnp.abs(error)
+    huber = jnp.where(size <= kappa, 0.5 * error**2, kappa * (size - 0.5 * kappa))  # [B, N, N']
+    tau = jnp.broadcast_to(tau, quantiles.shape)[:, :, None]  # [B, N, 1]
+    side = jnp.abs(tau - (error < 0))  # [B, N, N']
+    return (side * huber / kappa).mean(axis=2).sum(axis=1)  # [B]
+
+
+def value_rescale(value: Array, epsilon: float = 1e-3) -> Array:
+    """h(x) = sign(x) (√(|x| + 1) - 1) + ε x (Pohlen et al. 2018, https://arxiv.org/abs/1805.11593).
+
+    Any shape. The difference is written as |x| / (√(|x| + 1) + 1), which loses no digits.
+    """
+    size = jnp.abs(value)
+    return jnp.sign(value) * size / (jnp.sqrt(size + 1) + 1) + epsilon * value
+
+
+def value_unrescale(value: Array, epsilon: float = 1e-3) -> Array:
+    """h⁻¹(x) = sign(x) (((√(1 + 4 ε (|x| + 1 + ε)) - 1) / 2 ε)² - 1), undoing `value_rescale`.
+
+    Any shape. With s = |x| + 1 + ε, the base of the square is written as 2 s / (√(1 + 4 ε s) + 1).
+    """
+    shifted = jnp.abs(value) + 1 + epsilon
+    root = 2 * shifted / (jnp.sqrt(1 + 4 * epsilon * shifted) + 1)
+    return jnp.sign(value) * (root - 1) * (root + 1)
+
+
+def n_step_rescaled_return(
+    reward: Array, terminated: Array, truncated: Array, value: Array, gamma: float, n: int
+) -> Array:
+    """h(Σ_{k<m} γᵏ r_{t+k} + γᵐ (1 - terminated) h⁻¹(V(s_{t+m}))), V being rescaled values.
+
+    Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX, eq. 1. Arguments as for
+    `n_step_return`; returns [T, B].
+    """
+    value = value_unrescale(value)  # [T + 1, B]
+    return value_rescale(n_step_return(reward, terminated, truncated, value, gamma, n))
 
 
 def _backward_sum(step: Array, trace: Array) -> Array:

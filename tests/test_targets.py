@@ -1,5 +1,6 @@
 """Advantages and returns against sums written from their definitions, and against rlax."""
 
+import math
 from functools import partial
 
 import jax
@@ -221,6 +222,126 @@ def test_a_single_row():
     value = jnp.float32([[3], [4]])
     assert gae(*steps, value, 0.5, 0.9) == 2 + 2 - 3
     assert td_lambda_return(*steps, value, 0.5, 0.9) == n_step_return(*steps, value, 0.5, 9) == 4
+
+
+# --- distributions over returns -------------------------------------------------------------------
+
+
+def projected(reward, discount, probs, support):
+    """Algorithm 1 of Bellemare et al. 2017 with its floor and ceiling, in float64."""
+    low, high, num = support[0], support[-1], len(support)
+    result = np.zeros(probs.shape)
+    for row in range(len(probs)):
+        for j in range(num):
+            moved = np.clip(reward[row] + discount[row] * support[j], low, high)
+            place = (moved - low) / (high - low) * (num - 1)
+            lower, upper = math.floor(place), math.ceil(place)
+            result[row, lower] += probs[row, j] * (upper - place + (lower == upper))
+            result[row, upper] += probs[row, j] * (place - lower)
+    return result
+
+
+@pytest.mark.parametrize("size", [0.1, 3.0, 100.0])
+def test_categorical_projection(size):
+    rng = np.random.default_rng(0)
+    support = np.linspace(-10, 10, 51)
+    reward, discount = size * rng.normal(size=64), 0.99 ** rng.integers(1, 6, 64)
+    discount[:8] = 0.0
+    probs = rng.dirichlet(np.full(51, 0.2), 64)
+    got = targets.categorical_projection(*map(jnp.float32, (reward, discount, probs, support)))
+    expected = projected(reward, discount, probs, support)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_allclose(got.sum(axis=1), 1, rtol=1e-5)
+    moved = reward[:, None] + discount[:, None] * support
+    by_rlax = jax.vmap(rlax.categorical_l2_project, (0, 0, None))
+    np.testing.assert_allclose(got, by_rlax(*map(jnp.float32, (moved, probs, support))), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("reward", "discount", "expected"),
+    [
+        (0.0, 1.0, [0.1, 0.2, 0.3, 0.4]),  # every atom falls on itself
+        (1.0, 1.0, [0, 0.1, 0.2, 0.3 + 0.4]),  # on the next one, and beyond the end
+        (-2.0, 1.0, [0.1 + 0.2 + 0.3, 0.4, 0, 0]),
+        (0.5, 1.0, [0.05, 0.15, 0.25, 0.15 + 0.4]),
+        (99.0, 0.0, [0, 0, 0, 1]),
+        (0.25, 0.0, [0, 0.75, 0.25, 0]),  # terminal, between two atoms
+        (2.0, 0.5, [0, 0, 0.05 + 0.0, 0.05 + 0.9]),
+    ],
+)
+def test_categorical_projection_by_hand(reward, discount, expected):
+    support, probs = jnp.float32([-1, 0, 1, 2]), jnp.float32([[0.1, 0.2, 0.3, 0.4]])
+    steps = jnp.float32([reward]), jnp.float32([discount])
+    got = targets.categorical_projection(*steps, probs, support)[0]
+    np.testing.assert_allclose(got, expected, atol=1e-7)
+    assert got.sum() == 1
+
+
+@pytest.mark.parametrize("kappa", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_quantile_huber_loss(kappa, per_row):
+    rng = np.random.default_rng(0)
+    quantiles, target = rng.normal(size=(6, 5)), 2 * rng.normal(size=(6, 7))
+    tau = rng.random((6, 5)) if per_row else (np.arange(5) + 0.5) / 5
+    expected = np.zeros(6)
+    for b, i, j in np.ndindex(6, 5, 7):
+        error = target[b, j] - quantiles[b, i]
+        huber = error**2 / 2 if abs(error) <= kappa else kappa * (abs(error) - kappa / 2)
+        side = abs((tau[b, i] if per_row else tau[i]) - (error < 0))
+        expected[b] += side * huber / kappa / 7
+    arrays = [jnp.float32(x) for x in (quantiles, tau, target)]
+    got = targets.quantile_huber_loss(*arrays, kappa)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    taus = jnp.broadcast_to(arrays[1], (6, 5))
+    by_rlax = jax.vmap(partial(rlax.quantile_regression_loss, huber_param=kappa))
+    np.testing.assert_allclose(got * kappa, by_rlax(arrays[0], taus, arrays[2]), rtol=1e-5)
+
+
+def test_the_quantile_loss_is_least_at_the_quantiles():
+    samples = jnp.float32(np.random.default_rng(0).exponential(size=(1, 4_001)))
+    tau, kappa = jnp.float32([0.1, 0.5, 0.9]), 1e-3
+    loss = jax.jit(jax.grad(lambda q: targets.quantile_huber_loss(q, tau, samples, kappa).sum()))
+    exact = jnp.quantile(samples, tau, axis=1).T
+    np.testing.assert_allclose(loss(exact), 0, atol=2e-3)
+    assert (loss(exact - 0.1) < -0.005).all() and (loss(exact + 0.1) > 0.005).all()
+
+
+# --- rescaled values ------------------------------------------------------------------------------
+
+LARGE = np.concatenate([-np.geomspace(1e-4, 1e4, 400)[::-1], [0], np.geomspace(1e-4, 1e4, 400)])
+
+
+def rescaled(x, epsilon=1e-3):
+    return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + epsilon * x
+
+
+def test_value_rescale_and_back():
+    value = jnp.float32(LARGE)
+    np.testing.assert_allclose(targets.value_rescale(value), rescaled(LARGE), rtol=1e-6)
+    back = targets.value_unrescale(targets.value_rescale(value))
+    np.testing.assert_allclose(back, LARGE, rtol=1e-5, atol=1e-5)
+    forth = targets.value_rescale(targets.value_unrescale(value / 100))
+    np.testing.assert_allclose(forth, LARGE / 100, rtol=1e-5, atol=1e-5)
+    by_rlax = rlax.signed_hyperbolic(value, 1e-3), rlax.signed_parabolic(value / 100, 1e-3)
+    np.testing.assert_allclose(targets.value_rescale(value), by_rlax[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        targets.value_unrescale(value / 100), by_rlax[1], rtol=1e-4, atol=3e-4
+    )
+    assert targets.value_rescale(jnp.float32(3), 0.5) == 1 + 1.5
+    assert targets.value_unrescale(jnp.float32(0)) == 0
+
+
+@pytest.mark.parametrize("n", STEPS)
+def test_n_step_rescaled_return(n):
+    reward, terminated, truncated, value, valid = random_rollout()
+    reward = 100 * reward
+    got = jax.jit(targets.n_step_rescaled_return, static_argnames="n")(
+        reward, terminated, truncated, value, 0.9, n
+    )
+    root = (np.sqrt(1 + 4e-3 * (np.abs(np.float64(value)) + 1.001)) - 1) / 2e-3
+    unrescaled = np.sign(value) * (root**2 - 1)
+    expected = rescaled(summed_n_step(reward, terminated, truncated, unrescaled, 0.9, n))
+    assert_valid_rows_equal(got, expected, valid)
 
 
 BAD = {
