@@ -28,7 +28,8 @@ from common.envs import EpisodeSummary
 from common.errors import UserError
 
 from common.run import cli
-from common.run.evaluator import MAX_EPISODE_STEPS, Evaluator
+from common.run.checkpoint import Checkpoints
+from common.run.evaluator import Evaluator
 from common.run.logger import (
     ConsoleSink,
     CsvSink,
@@ -131,14 +132,65 @@ def test_an_endless_episode_is_no_endless_video(monkeypatch, tmp_path):
         check = close = staticmethod(lambda *state: None)
         render = staticmethod(lambda state: np.zeros((4, 4, 3), np.uint8))
         obs = finished = np.zeros(1)
+        running_return = np.array([4.5])
         ended = np.zeros(1, bool)
 
     monkeypatch.setattr("common.run.video.make_env", lambda *args, **kwargs: Endless)
-    monkeypatch.setattr("common.run.video.MAX_EPISODE_STEPS", 50)
     monkeypatch.setattr("jax.jit", lambda function: function)
-    with pytest.raises(UserError, match="Endless-v0 did not end within 50 steps"):
-        save_video(Evaluator(Config(), lambda *args: 0), None, tmp_path / "a.gif")
-    assert MAX_EPISODE_STEPS == 100_000
+    play = Evaluator(Config(), lambda *args: 0)
+    play.max_steps = 50
+    assert save_video(play, None, tmp_path / "a.gif") == 4.5
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.size == (4, 4)
+
+
+def test_a_run_whose_evaluation_is_cut_off(capsys, tmp_path):
+    """It is evaluated to the limit, and says so."""
+    flags = ["--env-id", "Failing-v0", "--env-module", "failing_envs"]
+    flags += ["--total-timesteps", "80", "--log-frequency", "40", "--eval-frequency", "40"]
+    flags += ["--eval-episodes", "3", "--eval-max-steps", "15", "--runs-dir", tmp_path]
+    ran = run_here(capsys, *flags)
+    assert ran.code == 0 and "evaluation over 3 episodes: 15.0 ± 0.0" in ran.out
+    assert "3 of 3 episodes still running after 15 steps: their returns so far count" in ran.out
+    (folder,) = tmp_path.iterdir()
+    rows = read_metrics(folder / "metrics.csv")
+    unfinished = [(step, v) for step, _, name, v in rows if name == "charts/evaluation_unfinished"]
+    assert unfinished == [(40, 3), (80, 3)]
+    flags = [folder, "--episodes", 21, "--max-steps", 10]
+    ran = run_here(capsys, *flags, module="common.evaluate")
+    assert ran.out.splitlines() == [
+        "10.0 ± 0.0 over 21 episodes, checkpoint 80",
+        "20 of 21 episodes still running after 10 steps: their returns so far count; episodes that "
+        "never began do not",
+    ]
+
+
+def test_evaluation_off(capsys, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("common.run.evaluator.make_env", lambda *args: made.append(args))
+    flags = ["--total-timesteps", "800", "--log-frequency", "400", "--eval-frequency", "400"]
+    flags += ["--checkpoint-frequency", "400", "--eval-episodes", "0", "--runs-dir", tmp_path]
+    ran = run_here(capsys, *flags, "--capture-video")
+    assert ran.code == 0 and "evaluation off" in ran.out and "video: " in ran.out
+    (folder,) = tmp_path.iterdir()
+    assert not made and not [n for *_, n, _ in read_metrics(folder / "metrics.csv") if "eval" in n]
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["episodes"], result["evaluation_return"], result["evaluation_std"]) == (
+        *(0, None, None),
+    )
+    # The best checkpoint is that of the best training return.
+    rows = read_metrics(folder / "metrics.csv")
+    returns = {step: v for step, _, name, v in rows if name == "charts/episodic_return"}
+    best = max(returns, key=lambda step: returns[step])
+    assert Checkpoints(folder / "checkpoints").best_step() == best
+
+
+def test_evaluation_off_with_many_seeds(capsys, tmp_path):
+    flags = ["--env-id", "gymnax/CartPole-v1", "--num-seeds", 2, "--total-timesteps", 80]
+    ran = run_here(capsys, *flags, "--eval-episodes", 0, "--runs-dir", tmp_path)
+    assert ran.code == 0 and "evaluation off" in ran.out
+    (folder,) = tmp_path.iterdir()
+    assert Checkpoints(folder / "seed_2" / "checkpoints").steps() == [80]
 
 
 # The command line
