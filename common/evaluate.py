@@ -56,10 +56,11 @@ def main(options: EvaluateOptions) -> None:
     for line in still_running(logs, options.episodes, options.max_steps):
         print(line)
     if options.video:
+        from common.run.logger import video_path
         from common.run.video import save_video
 
         trainer = policy.trainer
-        path = Path(options.run_dir, "videos", f"step_{policy.step}.gif")
+        path = video_path(Path(options.run_dir), policy.step)
         save_video(trainer.evaluator, trainer.state.learner, path)
         print(f"video: {path}")
 

@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from algos import ppo
 from algos.dqn import PRESETS, Config, Trainer
@@ -303,7 +304,7 @@ def test_wandb_offline(capsys, tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     flags = ["--total-timesteps", "80", "--eval-episodes", "1", "--runs-dir", tmp_path]
-    flags += ["--track", "--wandb-mode", "offline", "--wandb-tags", "a", "b"]
+    flags += ["--track", "--wandb-mode", "offline", "--wandb-tags", "a", "b", "--capture-video"]
     ran = run_here(capsys, *flags)
     assert ran.code == 0
     (folder,) = tmp_path.iterdir()
@@ -312,6 +313,10 @@ def test_wandb_offline(capsys, tmp_path, monkeypatch):
     (record,) = offline.glob("run-*.wandb")
     assert b"learning_rate" in record.read_bytes()
     assert (offline / "files" / "dqn.py").read_text() == DQN.read_text()
+    (video,) = (offline / "files" / "media" / "videos").glob("video_*.gif")
+    assert video.read_bytes() == (folder / "videos" / "step_80.gif").read_bytes()
+    assert video.name.encode() in record.read_bytes()
+    assert f"video: {folder}/videos/step_80.gif" in ran.out
 
 
 # Trainer on its own
@@ -494,7 +499,7 @@ def test_csv_drops_rows_beyond_the_restored_step(tmp_path):
 
 def test_tensorboard_drops_events_beyond_the_restored_step(tmp_path):
     for first_step, steps in ((0, (100, 200, 300, 400)), (200, (300,)), (300, (400, 500))):
-        sink = TensorBoardSink(tmp_path, first_step)
+        sink = TensorBoardSink(tmp_path, first_step, {})
         for step in steps:
             sink.write(step, {"a": step + first_step})
         if first_step:
@@ -503,6 +508,36 @@ def test_tensorboard_drops_events_beyond_the_restored_step(tmp_path):
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("a")]
     assert shown == [(100, 100), (200, 200), (300, 500), (400, 700), (500, 800)]
+
+
+def test_tensorboard_has_the_hyperparameters():
+    folder, _ = finished_run()
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    (event,) = events.Tensors("hyperparameters")
+    assert events.SummaryMetadata("hyperparameters").plugin_data.plugin_name == "text"
+    assert event.step == 0
+    config = json.loads((folder / "config.json").read_text())
+    rows = event.tensor_proto.string_val[0].decode().splitlines()
+    assert rows[:2] == ["| flag | value |", "|---|---|"]
+    cells = dict(row.strip("| ").split(" | ") for row in rows[2:] if row.count(" | ") == 1)
+    assert cells["learning_rate"] == "0.00025" and cells["eval_frequency"] == "2000"
+    assert len(rows) == 2 + len(config)
+    (content,) = events.PluginTagToContent("hparams").values()
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams.keys() == config.keys()
+    assert hparams["learning_rate"].number_value == 0.00025
+    assert hparams["env_id"].string_value == "CartPole-v1" and hparams["env_module"].string_value
+    assert hparams["capture_video"].bool_value is True
+    assert len(list(folder.glob("**/events.out.tfevents.*"))) == 1
+
+
+def test_a_bar_in_a_flag_breaks_no_table(tmp_path):
+    TensorBoardSink(tmp_path, 0, {"env_kwargs": ("a=|",)}).close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("hyperparameters")
+    assert b"| env_kwargs | ('a=&#124;',) |" in event.tensor_proto.string_val[0]
 
 
 def test_progress_bar_on_a_terminal():

@@ -35,6 +35,7 @@ from common.run.logger import (
     ends_log_point,
     logger,
     make_console,
+    video_path,
 )
 from common.run.seeds import batch_seeds, state_of_seed
 from common.run.trainer import Call, Presets, RunConfig, Trainer, start
@@ -126,7 +127,7 @@ class _Run:
         """Train to the end, or until a signal."""
         self.start_time = time.time()
         self.console.print(self._describe())
-        call = self._decorated(_unless(received)(start))
+        call = self._decorated(_unless(received)(start), received)
         with contextlib.closing(call(trainer)) as training:
             for log_data in training:
                 if received and ends_log_point(log_data):
@@ -214,7 +215,7 @@ class _Run:
         trainer.evaluator.max_steps = self.run.eval_max_steps
         return trainer
 
-    def _decorated(self, call: Call) -> Call:
+    def _decorated(self, call: Call, received: list[signal.Signals]) -> Call:
         run, say = self.run, self.console.print
         if run.debug:
             call = check_finite(self.config.log_frequency)(call)
@@ -229,7 +230,20 @@ class _Run:
             best_of,
             say,
         )(call)
+        if self.logging.capture_video:
+            call = self._filmed(call, received)
         return logger(self._sinks, say)(call)
+
+    def _filmed(self, call: Call, received: list[signal.Signals]) -> Call:
+        """Decorate `Trainer.__call__`: a GIF at its end, while wandb still takes it."""
+
+        def filmed(trainer: Trainer) -> Generator[dict, None, None]:
+            with contextlib.closing(call(trainer)) as inner:
+                yield from inner
+            if not received:
+                self.video = self._video(trainer)
+
+        return filmed
 
     def _sinks(self) -> list[Callable[[], Sink]]:
         folder, first_step = self.folder(), self.first_step
@@ -239,7 +253,7 @@ class _Run:
                 write_config(folder, self._flags(), self.source)
         sinks: list[Callable[[], Sink]] = [
             partial(CsvSink, folder / "metrics.csv", first_step, self.start_time),
-            partial(TensorBoardSink, folder, first_step),
+            partial(TensorBoardSink, folder, first_step, self._flags()),
             partial(
                 ConsoleSink,
                 self.console,
@@ -276,7 +290,7 @@ class _Run:
             lines.append(f"policies: its folders seed_{first} to seed_{last}")
         lines += self._write_report(result, title)
         if self.logging.capture_video:
-            lines.append(self._video(trainer))
+            lines.append(self.video)
         self.console.print(Panel("\n".join(lines), expand=False))
 
     def _last_evaluation(self, trainer: Trainer) -> dict[str, float]:
@@ -321,7 +335,7 @@ class _Run:
     def _video(self, trainer: Trainer) -> str:
         from common.run.video import save_video
 
-        path = self.folder() / "videos" / f"step_{self.config.total_timesteps}.gif"
+        path = video_path(self.folder(), int(trainer.state.step))
         try:
             save_video(trainer.evaluator, trainer.state.learner, path)
         except Exception as error:
