@@ -126,6 +126,19 @@ def test_many_seeds_are_saved_as_such(tmp_path):
         load(tmp_path / "run")
 
 
+def test_a_resumed_run_may_change_how_evaluation_draws(tmp_path, capsys):
+    folder = tmp_path / "run"
+    save(a2c.Trainer(a2c.Config(env_id=CONFIG.env_id, total_timesteps=160)), folder)
+    flags = ["--resume", folder, "--eval-stochastic", "--eval-episodes", 1, "--capture-video"]
+    ran = run_here(capsys, *flags, module="algos.a2c")
+    assert (ran.code, ran.err) == (0, "")
+    policy = load(folder)
+    assert policy.step == 160 and policy.trainer.config.eval_stochastic
+    # The run is over; its video is tried all the same.
+    ran = run_here(capsys, *flags[:2], "--capture-video", "--eval-episodes", 0, module="algos.a2c")
+    assert ran.code == 0 and "all 160 steps are done" in ran.out and "no video: " in ran.out
+
+
 def refused(trainer, folder, *words):
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} if folder.is_dir() else 0
     with pytest.raises(UserError) as raised:
