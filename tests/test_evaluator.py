@@ -281,6 +281,8 @@ def test_what_was_cut_off_is_said() -> None:
     assert still_running(logs, 20, 1000) == [line]
     (line,) = still_running(logs, 21, 1000)
     assert line.endswith("; episodes that never began do not")
+    (line,) = still_running(logs, 20, 1000, num_seeds=3)
+    assert line.startswith("2 of 60 episodes")
     assert still_running({}, 20, 1000) == []
 
 

@@ -179,15 +179,17 @@ def episodes(count: int) -> str:
     return f"{count} episode{'s' * (count != 1)}"
 
 
-def still_running(logs: dict[str, float], num_episodes: int, max_steps: int) -> list[str]:
+def still_running(
+    logs: dict[str, float], num_episodes: int, max_steps: int, num_seeds: int = 1
+) -> list[str]:
     """Return a line about the episodes of an evaluation that were cut off, if there are any."""
     unfinished = int(logs.get("charts/evaluation_unfinished", 0))
     if not unfinished:
         return []
     rest = "; episodes that never began do not" if num_episodes > MAX_ENVS else ""
     return [
-        f"{unfinished} of {episodes(num_episodes)} still running after {max_steps:,} steps: their "
-        f"returns so far count{rest}"
+        f"{unfinished} of {episodes(num_episodes * num_seeds)} still running after {max_steps:,} "
+        f"steps: their returns so far count{rest}"
     ]
 
 

@@ -1,9 +1,11 @@
 """The files of a run folder, who may write them, and `common.save`."""
 
+import contextlib
 import dataclasses
 import fcntl
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -54,7 +56,8 @@ def config_flags(algo: str, config: RunConfig, num_seeds: int) -> dict[str, Any]
 def write_config(folder: Path, flags: dict[str, Any], source: Path) -> None:
     """Write config.json and a copy of the algorithm file."""
     write_atomically(folder / "config.json", json.dumps(flags, indent=2))
-    write_atomically(folder / source.name, source.read_text())
+    with contextlib.suppress(shutil.SameFileError):  # a loaded trainer's file is the copy itself
+        shutil.copyfile(source, folder / source.name)
 
 
 def hold(folder: Path) -> IO:

@@ -307,7 +307,7 @@ class _Run:
         if not count:
             return ["evaluation off"]
         shown = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
-        unfinished = still_running(logs, count, self.run.eval_max_steps)
+        unfinished = still_running(logs, count, self.run.eval_max_steps, self.run.num_seeds)
         return [f"evaluation over {episodes(count)}: {shown}", *unfinished]
 
     def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
