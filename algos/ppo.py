@@ -74,6 +74,7 @@ class Config:
     target_kl: Positive[float] | None = None  # leave a rollout at a larger KL divergence
     normalize_obs: bool = False  # shift and scale observations by running statistics
     normalize_reward: bool = False  # divide rewards by the running deviation of returns
+    eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -247,10 +248,11 @@ class Agent:
         self.observe = algorithm.normalizer.observe
 
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
-        """Action [N] of the environment to evaluate with: the most likely one."""
+        """Action [N] of the environment to evaluate with: the most likely one, or a drawn one."""
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
         distribution, _ = self.algorithm.predict(state.params, obs)
-        return self.env_action(distribution.mode())
+        is_drawn = self.config.eval_stochastic
+        return self.env_action(distribution.sample(key) if is_drawn else distribution.mode())
 
     def sample(
         self, state: LearnerState, obs: Any, step: Array, key: Array
@@ -313,7 +315,7 @@ class Trainer:
         finally:
             self.env.close()
 
-    def evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int = 20) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 

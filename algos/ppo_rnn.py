@@ -77,6 +77,7 @@ class Config:
     core_size: Positive[int] = 128  # units of the core
     normalize_obs: bool = False  # shift and scale observations by running statistics
     normalize_reward: bool = False  # divide rewards by the running deviation of returns
+    eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -253,9 +254,10 @@ class Agent:
     def predict(
         self, state: LearnerState, obs: Any, key: Array, memory: Memory
     ) -> tuple[Array, Any]:
-        """Action [N] of the environment to evaluate with, the most likely one; recurrent state."""
+        """Action [N] of the environment to evaluate with, as `eval_stochastic` says; memory."""
         distribution, _, core = self.step(state, obs, memory)
-        return self.env_action(distribution.mode()), core
+        is_drawn = self.config.eval_stochastic
+        return self.env_action(distribution.sample(key) if is_drawn else distribution.mode()), core
 
     def sample(
         self, state: LearnerState, obs: Any, key: Array, memory: Memory
@@ -329,7 +331,7 @@ class Trainer:
         finally:
             self.env.close()
 
-    def evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int = 20) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 

@@ -62,6 +62,7 @@ class Config:
     alpha: Positive[float] | None = None  # α, the weight of the entropy; learned if not given
     noise_correlation: ProperFraction = 0.0  # of ε from one step to the next; 0: white noise
     normalize_obs: bool = False  # shift and scale observations by running statistics
+    eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -206,9 +207,11 @@ class Agent:
         self.observe = algorithm.normalizer.observe
 
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
-        """Action [N] of the environment to evaluate with: tanh(μ)."""
+        """Action [N] of the environment to evaluate with: tanh(μ), or drawn tanh(μ + σ ε)."""
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
-        return self.env_action(self.algorithm.predict(state, obs).mode())
+        distribution = self.algorithm.predict(state, obs)
+        is_drawn = self.config.eval_stochastic
+        return self.env_action(distribution.sample(key) if is_drawn else distribution.mode())
 
     def sample(self, state: LearnerState, obs: Any, step: Array, noise: Array) -> Array:
         """Action [N, A] to train with, for `env_action`: tanh(μ + σ ε), at first a uniform one."""
@@ -262,7 +265,7 @@ class Trainer:
         finally:
             self.env.close()
 
-    def evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int = 20) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 

@@ -64,6 +64,7 @@ class Config:
     alpha: Positive[float] | None = None  # α, the weight of the entropy; learned if not given
     target_entropy: Fraction = 0.3  # H̄ as a share of log A; 0.98 in the paper
     normalize_obs: bool = False  # shift and scale observations by running statistics
+    eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -224,9 +225,10 @@ class Agent:
         self.observe = algorithm.normalizer.observe
 
     def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
-        """Action [N] to evaluate with: the most likely one."""
+        """Action [N] to evaluate with: the most likely one, or a drawn one."""
         obs = self.observe(state.normalizer, obs)  # [N, *obs]
-        return self.algorithm.predict(state, obs).mode()
+        distribution = self.algorithm.predict(state, obs)
+        return distribution.sample(key) if self.config.eval_stochastic else distribution.mode()
 
     def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
         """Action [N] to train with: a sample of the policy, at first a uniform one."""
@@ -279,7 +281,7 @@ class Trainer:
         finally:
             self.env.close()
 
-    def evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int = 20) -> dict:
         """Play full episodes in environments of their own; log_data of their raw returns."""
         return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
 

@@ -134,8 +134,11 @@ def _check_options(options: SweepOptions, extra_flags: list[str]) -> None:
 def _check_flags(algo: str, env_id: str, flags: Iterable[str]) -> int:
     """Check what can be checked without making environments; return total_timesteps."""
     module = importlib.import_module(f"algos.{algo}")
-    config = cli.parse(module.Config, module.PRESETS, ["--env-id", env_id, *flags]).config
+    options = cli.parse(module.Config, module.PRESETS, ["--env-id", env_id, *flags])
+    config = options.config
     check_config(config)
+    if not options.run.eval_episodes:
+        raise UserError("--eval-episodes 0 cannot follow `--`: the tables show evaluation returns")
     if config.env_module is None:
         resolve_backend(env_id, config.env_backend)
     return config.total_timesteps

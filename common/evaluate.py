@@ -1,15 +1,17 @@
-"""Play a trained policy: python -m common.evaluate RUN_DIR [--episodes N] [--video]."""
+"""Play a trained policy: python -m common.evaluate RUN_DIR [--episodes N] [--stochastic]."""
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from common.errors import UserError
 
 from common.run import threads
-from common.run.cli import checkpoint_of, exit_codes, parse_flags
+from common.run.cli import RunOptions, checkpoint_of, exit_codes, parse_flags
+from common.run.config import flag_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class EvaluateOptions:
     """folder of a run"""
     episodes: int = 20
     """full episodes to play"""
+    max_steps: int = RunOptions.eval_max_steps
+    """steps after which an episode is cut off"""
+    seed: int | None = None
+    """seed of the episodes; the run's if not given"""
+    stochastic: bool = False
+    """draw actions from the policy instead of taking its mode"""
     checkpoint: str = "latest"
     """a step, latest or best"""
     video: bool = False
@@ -32,24 +40,45 @@ def main(options: EvaluateOptions) -> None:
     """Print `mean ± std` of the raw return."""
     if not options.run_dir:
         raise UserError("give a run folder, such as one under runs/; see --help")
-    if options.episodes < 1:
-        raise UserError(f"--episodes must be 1 or more, got {options.episodes}")
+    for name in ("episodes", "max_steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(options, name)}")
     checkpoint = checkpoint_of(options.checkpoint)
     threads.use_cores(1)
-    from common.run.evaluator import episodes, shown_return
+    from common.run.evaluator import episodes, shown_return, still_running
     from common.run.load import load
 
-    policy = load(options.run_dir, checkpoint)
+    policy = load(options.run_dir, checkpoint, _changes(options))
+    policy.trainer.evaluator.max_steps = options.max_steps
     logs = policy.trainer.evaluate(options.episodes)["logs"]
     result = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
     print(f"{result} over {episodes(options.episodes)}, checkpoint {policy.step}")
+    for line in still_running(logs, options.episodes, options.max_steps):
+        print(line)
     if options.video:
+        from common.run.logger import video_path
         from common.run.video import save_video
 
         trainer = policy.trainer
-        path = Path(options.run_dir, "videos", f"step_{policy.step}.gif")
+        path = video_path(Path(options.run_dir), policy.step)
         save_video(trainer.evaluator, trainer.state.learner, path)
         print(f"video: {path}")
+
+
+def _changes(options: EvaluateOptions) -> dict[str, Any]:
+    """Return the fields of Config that evaluation is to change."""
+    changes: dict[str, Any] = {} if options.seed is None else {"seed": options.seed}
+    if not options.stochastic:
+        return changes
+    from common.run.load import read_run
+
+    saved, module = read_run(Path(options.run_dir))
+    if "eval_stochastic" not in module.Config.__dataclass_fields__:
+        why = "has no policy to draw actions from"
+        if "evaluation_epsilon" in saved:
+            why = f"explores by its --evaluation-epsilon, {saved['evaluation_epsilon']} in this run"
+        raise UserError(f"--stochastic: {saved['algo']} {why}; leave it out")
+    return changes | {"eval_stochastic": True}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from common.run.load import Policy
 
 PLATFORMS = ("cpu", "cuda")
+DRAWING = ("evaluation_epsilon", "eval_stochastic")  # fields of Config that make evaluation random
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
     """Return the call of a policy in words, and the call itself, for batches of any size B.
 
     The call is (obs) -> action; for a policy that draws, (obs, seed) -> action; for one with a
-    memory, (obs, core, valid) -> (action, core). Leading axes are B; a seed is an integer [].
+    memory, (obs, core, valid) -> (action, core), and with both the seed last. Leading axes are B; a
+    seed is an integer [].
     """
     import jax
     import jax.numpy as jnp
@@ -78,26 +80,23 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
     def of_any_size(x: Any) -> Any:
         return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
 
-    def act(obs: Any) -> Any:
-        return evaluator.predict(learner, obs, key)
-
-    def draw(obs: Any, seed: Any) -> Any:
+    def act(obs: Any, seed: Any = 0) -> Any:
         return evaluator.predict(learner, obs, jax.random.key(seed))
 
-    def remember(obs: Any, core: Any, valid: Any) -> Any:
-        return evaluator.predict(learner, obs, key, Memory(core, valid))
+    def remember(obs: Any, core: Any, valid: Any, seed: Any = 0) -> Any:
+        return evaluator.predict(learner, obs, jax.random.key(seed), Memory(core, valid))
 
     like = jax.eval_shape(trainer.env.reset, key).obs, evaluator.initial_core(1)
     obs, core = jax.tree.map(of_any_size, like)
     exported = partial(export.export, platforms=PLATFORMS)
+    draws = any(getattr(trainer.config, name, 0) for name in DRAWING)
+    seed = [jax.ShapeDtypeStruct((), jnp.uint32)] if draws else []
+    and_seed = ", seed" * draws
     if jax.tree.leaves(core):
         valid = jax.ShapeDtypeStruct((size,), jnp.bool_)
-        words = "(obs, core, valid) -> (action, core)"
-        return words, exported(jax.jit(remember))(obs, core, valid)
-    if getattr(trainer.config, "evaluation_epsilon", 0) > 0:
-        seed = jax.ShapeDtypeStruct((), jnp.uint32)
-        return "(obs, seed) -> action", exported(jax.jit(draw))(obs, seed)
-    return "(obs) -> action", exported(jax.jit(act))(obs)
+        words = f"(obs, core, valid{and_seed}) -> (action, core)"
+        return words, exported(jax.jit(remember))(obs, core, valid, *seed)
+    return f"(obs{and_seed}) -> action", exported(jax.jit(act))(obs, *seed)
 
 
 if __name__ == "__main__":

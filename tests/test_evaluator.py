@@ -4,10 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import envpool
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from toy_envs import GO_ON, TERMINATE, LengthEnv, env_config
 
 from common.envs import make_env
@@ -15,7 +17,7 @@ from common.errors import UserError
 from common.networks import Memory
 
 import common.run.evaluator
-from common.run.evaluator import Evaluator, episodes, evaluator, shown_return
+from common.run.evaluator import Evaluator, episodes, evaluator, shown_return, still_running
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -212,22 +214,76 @@ def test_evaluation_plays_full_atari_games_for_raw_rewards() -> None:
     assert most_lives > int(info["lives"].min()), "lives were lost on the way"
 
 
-def test_an_episode_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 50)
-    with pytest.raises(UserError) as caught:
-        Evaluator(env_config("ToyCount-v0"), first_action)({}, 0, 4)
-    assert str(caught.value) == (
-        "4 evaluation episodes of ToyCount-v0 did not end within 50 steps; "
-        "give the environment a time limit"
-    )
+class StepCounter(gym.Env):
+    """Never ends; reward 1 a step; `steps` counts those of all copies."""
+
+    steps = 0
+    observation_space, action_space = spaces.Box(0, 1, (1,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+        StepCounter.steps += 1
+        return np.zeros(1, np.float32), 1.0, False, False, {}
 
 
-def test_episodes_may_be_as_long_as_the_limit(monkeypatch: Any, lengths: Evaluator) -> None:
-    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 3)
-    assert results(lengths({}, 0, 6))[2] == 2
-    monkeypatch.setattr(common.run.evaluator, "MAX_EPISODE_STEPS", 2)
-    with pytest.raises(UserError, match="did not end within 2 steps"):
-        Evaluator(env_config("ToyLength-v0"), first_action)({}, 0, 6)
+gym.register("ToyEndless-v0", StepCounter)
+
+
+@pytest.mark.parametrize(("num_episodes", "played"), [(1, 1), (4, 4), (50, 20)])
+def test_an_episode_that_never_ends_counts_with_its_return_so_far(
+    num_episodes: int, played: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepCounter, "steps", 0)
+    play = Evaluator(env_config("ToyEndless-v0"), first_action)
+    assert play.max_steps == 100_000
+    play.max_steps = 7
+    log_data = play({}, 0, num_episodes)
+    # The episodes that 20 environments never begin do not count.
+    assert results(log_data) == [7, 0, 7]
+    assert log_data["logs"]["charts/evaluation_unfinished"] == played
+    assert StepCounter.steps == 7 * played
+    play.max_steps = 9
+    assert results(play({}, 0, num_episodes)) == [9, 0, 9]
+
+
+def test_an_environment_plays_no_other_episode_after_one_that_was_cut_off(
+    lengths: Evaluator,
+) -> None:
+    lengths.max_steps = 3
+    log_data = lengths({}, 0, 6)
+    assert results(log_data)[2] == 2 and "charts/evaluation_unfinished" not in log_data["logs"]
+    lengths.close()
+    LengthEnv.made, lengths.max_steps = 0, 2
+    log_data = lengths({}, 0, 6)
+    # The third environment, whose episodes have 3 steps, is cut off at 2 with return 0.
+    returns = [101, 102, 0, 201, 202]
+    expected = [np.mean(returns), np.std(returns), np.mean([1, 2, 2, 1, 2])]
+    assert results(log_data) == pytest.approx(expected, rel=1e-6)
+    assert log_data["logs"]["charts/evaluation_unfinished"] == 1
+
+
+def test_seeds_count_their_unfinished_episodes_together() -> None:
+    def never(learner: Any, obs: Any, key: Any) -> Any:
+        return jnp.full(len(obs), learner, jnp.int32)
+
+    play = Evaluator(env_config("gymnax/MountainCar-v0", seed=5), never)
+    play.num_seeds, play.max_steps = 2, 11
+    logs = play(jnp.int32([0, 1]), 0, 3)["logs"]
+    assert logs["charts/evaluation_unfinished"] == 6
+    assert [logs[f"seed_{seed}/evaluation_return"] for seed in (5, 6)] == [-11, -11]
+
+
+def test_what_was_cut_off_is_said() -> None:
+    logs = {"charts/evaluation_unfinished": 2.0}
+    line = "2 of 20 episodes still running after 1,000 steps: their returns so far count"
+    assert still_running(logs, 20, 1000) == [line]
+    (line,) = still_running(logs, 21, 1000)
+    assert line.endswith("; episodes that never began do not")
+    (line,) = still_running(logs, 20, 1000, num_seeds=3)
+    assert line.startswith("2 of 60 episodes")
+    assert still_running({}, 20, 1000) == []
 
 
 def test_a_faulty_environment_is_reported() -> None:

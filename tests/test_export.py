@@ -13,7 +13,7 @@ from gymnasium import spaces
 from jax import export
 from run_helpers import finished_run, run_alone, run_here
 
-from algos import dqn, ppo, ppo_rnn, sac
+from algos import a2c, dqn, ppo, ppo_rnn, sac, sac_discrete
 from common import load
 from common.export import export_policy
 from common.networks import Encoder, Memory
@@ -95,6 +95,33 @@ def test_a_policy_that_draws_takes_a_seed():
     for seed, action in zip((1, 2), actions, strict=True):
         expected = predict(learner, obs, jax.random.key(seed))
         np.testing.assert_array_equal(action, expected)
+
+
+@pytest.mark.parametrize("module", [a2c, ppo, sac, sac_discrete])
+def test_drawn_actions_are_those_of_the_same_seed(module):
+    continuous = module in (ppo, sac)
+    env_id = "gymnax/Pendulum-v1" if continuous else "gymnax/CartPole-v1"
+    policy = make_policy(module, env_id, eval_stochastic=True)
+    words, exported = reloaded(policy)
+    assert words == "(obs, seed) -> action"
+    obs, learner = random_obs(policy, 100), policy.trainer.state.learner
+    actions = [np.asarray(exported.call(obs, np.uint32(seed))) for seed in (1, 2)]
+    assert (actions[0] != actions[1]).any()
+    predict = jax.jit(policy.trainer.agent.predict)
+    for seed, action in zip((1, 2), actions, strict=True):
+        expected = predict(learner, obs, jax.random.key(seed))
+        np.testing.assert_allclose(action, expected, atol=1e-6)
+
+
+def test_a_policy_that_draws_and_remembers():
+    policy = make_policy(ppo_rnn, "gymnax/CartPole-v1", eval_stochastic=True)
+    words, exported = reloaded(policy)
+    assert words == "(obs, core, valid, seed) -> (action, core)"
+    obs, core = random_obs(policy, 100), policy.trainer.evaluator.initial_core(100)
+    valid = np.ones(100, bool)
+    drawn = [exported.call(obs, core, valid, np.uint32(seed)) for seed in (1, 2)]
+    assert (np.asarray(drawn[0][0]) != np.asarray(drawn[1][0])).any()
+    jax.tree.map(np.testing.assert_array_equal, drawn[0][1], drawn[1][1])
 
 
 def test_a_policy_that_remembers_takes_and_gives_its_memory():

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import gymnasium as gym
@@ -13,9 +13,10 @@ from gymnasium import spaces
 from run_helpers import finished_run, run_alone, run_here
 from toy_envs import EchoEnv
 
-from algos import ppo
-from common import load
+from algos import a2c, ppo, ppo_rnn, sac, sac_discrete, td3
+from common import load, save
 from common.errors import UserError
+from common.networks import Memory
 
 from common.run.load import Policy
 from common.run.logger import read_metrics
@@ -75,6 +76,86 @@ def test_evaluate_the_best(capsys, tmp_path):
     best = load(folder, "best").step
     shown = rf"\d+\.\d+ ± \d+\.\d+ over 2 episodes, checkpoint {best}\n"
     assert ran.code == 0 and re.fullmatch(shown, ran.out)
+
+
+DRAWING = {
+    a2c: "gymnax/CartPole-v1",
+    ppo: "gymnax/Pendulum-v1",
+    ppo_rnn: "gymnax/CartPole-v1",
+    sac: "gymnax/Pendulum-v1",
+    sac_discrete: "gymnax/CartPole-v1",
+}
+
+
+@pytest.mark.parametrize("module", DRAWING, ids=lambda module: module.__name__)
+def test_evaluation_draws_from_the_policy_if_it_is_told_to(module):
+    """The mode is one action; draws of a new policy differ, and have its mean."""
+    mode, drawn = (
+        module.Trainer(module.Config(env_id=DRAWING[module], eval_stochastic=flag))
+        for flag in (False, True)
+    )
+    assert module.Config().eval_stochastic is False
+    obs = np.tile(np.float32(mode.state.env.obs[:1]), (500, 1))
+    core = drawn.evaluator.initial_core(500)
+    memory = Memory(core, np.ones(500, bool))
+    learner, key = drawn.state.learner, jax.random.key(3)
+    (one, _), (many, _) = (t.evaluator.act(learner, obs, key, memory) for t in (mode, drawn))
+    assert np.ptp(one) < 1e-6 and one.shape == many.shape
+    if DRAWING[module] == "gymnax/CartPole-v1":
+        assert 150 < np.asarray(many).sum() < 350
+    else:
+        # Near 0, where a new policy's mean is; bounds ± 2.
+        assert np.asarray(many).std() > 0.5 and abs(np.asarray(many).mean()) < 0.3
+        assert np.abs(many).max() <= 2
+
+
+def test_evaluate_draws_other_episodes_and_actions(capsys, tmp_path):
+    trainer = a2c.Trainer(a2c.Config(env_id="gymnax/CartPole-v1", seed=4))
+    save(trainer, tmp_path / "run")
+
+    def evaluate(*flags):
+        ran = run_here(capsys, tmp_path / "run", *flags, module="common.evaluate")
+        assert (ran.code, ran.err) == (0, "")
+        return ran.out
+
+    plain, other, drawn = evaluate(), evaluate("--seed", 5), evaluate("--stochastic")
+    assert len({plain, other, drawn}) == 3
+    assert plain == evaluate("--seed", 4) and drawn == evaluate("--stochastic")
+    changes = {"seed": 5, "eval_stochastic": True}
+    assert asdict(load(tmp_path / "run", changes=changes).trainer.config) == (
+        asdict(trainer.config) | changes
+    )
+
+
+def test_stochastic_where_there_is_nothing_to_draw_from(capsys, tmp_path):
+    folder, _ = finished_run()
+    ran = run_here(capsys, folder, "--stochastic", module="common.evaluate")
+    assert ran.code == 2 and ran.out == ""
+    assert ran.err == (
+        "error: --stochastic: dqn explores by its --evaluation-epsilon, 0.0 in this run; leave it "
+        "out\n"
+    )
+    save(td3.Trainer(td3.Config(env_id="gymnax/Pendulum-v1")), tmp_path / "run")
+    ran = run_here(capsys, tmp_path / "run", "--stochastic", module="common.evaluate")
+    assert ran.code == 2
+    assert ran.err == "error: --stochastic: td3 has no policy to draw actions from; leave it out\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-steps", "0"], "--max-steps must be 1 or more, got 0"),
+        (["--seed", "-1"], "--seed must be 0 or more, got -1"),
+    ],
+)
+def test_bad_flags_of_evaluate(capsys, flags, words):
+    ran = run_here(capsys, finished_run()[0], *flags, module="common.evaluate")
+    assert ran.code == 2 and ran.err == f"error: {words}\n"
+
+
+def test_changes_that_the_algorithm_does_not_know():
+    with pytest.raises(UserError, match="no 'eval_stochastic' to change"):
+        load(finished_run()[0], changes={"eval_stochastic": True})
 
 
 def test_a_policy_is_the_code_that_trained_it(tmp_path):

@@ -227,7 +227,7 @@ def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
 
 def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, str(DQN), "--runs-dir", str(tmp_path / "runs")],
+        [sys.executable, str(DQN), "--runs-dir", str(tmp_path / "runs"), "--capture-video"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

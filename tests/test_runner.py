@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from algos import ppo
 from algos.dqn import PRESETS, Config, Trainer
@@ -28,7 +29,8 @@ from common.envs import EpisodeSummary
 from common.errors import UserError
 
 from common.run import cli
-from common.run.evaluator import MAX_EPISODE_STEPS, Evaluator
+from common.run.checkpoint import Checkpoints
+from common.run.evaluator import Evaluator
 from common.run.logger import (
     ConsoleSink,
     CsvSink,
@@ -131,14 +133,65 @@ def test_an_endless_episode_is_no_endless_video(monkeypatch, tmp_path):
         check = close = staticmethod(lambda *state: None)
         render = staticmethod(lambda state: np.zeros((4, 4, 3), np.uint8))
         obs = finished = np.zeros(1)
+        running_return = np.array([4.5])
         ended = np.zeros(1, bool)
 
     monkeypatch.setattr("common.run.video.make_env", lambda *args, **kwargs: Endless)
-    monkeypatch.setattr("common.run.video.MAX_EPISODE_STEPS", 50)
     monkeypatch.setattr("jax.jit", lambda function: function)
-    with pytest.raises(UserError, match="Endless-v0 did not end within 50 steps"):
-        save_video(Evaluator(Config(), lambda *args: 0), None, tmp_path / "a.gif")
-    assert MAX_EPISODE_STEPS == 100_000
+    play = Evaluator(Config(), lambda *args: 0)
+    play.max_steps = 50
+    assert save_video(play, None, tmp_path / "a.gif") == 4.5
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.size == (4, 4)
+
+
+def test_a_run_whose_evaluation_is_cut_off(capsys, tmp_path):
+    """It is evaluated to the limit, and says so."""
+    flags = ["--env-id", "Failing-v0", "--env-module", "failing_envs"]
+    flags += ["--total-timesteps", "80", "--log-frequency", "40", "--eval-frequency", "40"]
+    flags += ["--eval-episodes", "3", "--eval-max-steps", "15", "--runs-dir", tmp_path]
+    ran = run_here(capsys, *flags)
+    assert ran.code == 0 and "evaluation over 3 episodes: 15.0 ± 0.0" in ran.out
+    assert "3 of 3 episodes still running after 15 steps: their returns so far count" in ran.out
+    (folder,) = tmp_path.iterdir()
+    rows = read_metrics(folder / "metrics.csv")
+    unfinished = [(step, v) for step, _, name, v in rows if name == "charts/evaluation_unfinished"]
+    assert unfinished == [(40, 3), (80, 3)]
+    flags = [folder, "--episodes", 21, "--max-steps", 10]
+    ran = run_here(capsys, *flags, module="common.evaluate")
+    assert ran.out.splitlines() == [
+        "10.0 ± 0.0 over 21 episodes, checkpoint 80",
+        "20 of 21 episodes still running after 10 steps: their returns so far count; episodes that "
+        "never began do not",
+    ]
+
+
+def test_evaluation_off(capsys, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("common.run.evaluator.make_env", lambda *args: made.append(args))
+    flags = ["--total-timesteps", "800", "--log-frequency", "400", "--eval-frequency", "400"]
+    flags += ["--checkpoint-frequency", "400", "--eval-episodes", "0", "--runs-dir", tmp_path]
+    ran = run_here(capsys, *flags, "--capture-video")
+    assert ran.code == 0 and "evaluation off" in ran.out and "video: " in ran.out
+    (folder,) = tmp_path.iterdir()
+    assert not made and not [n for *_, n, _ in read_metrics(folder / "metrics.csv") if "eval" in n]
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["episodes"], result["evaluation_return"], result["evaluation_std"]) == (
+        *(0, None, None),
+    )
+    # The best checkpoint is that of the best training return.
+    rows = read_metrics(folder / "metrics.csv")
+    returns = {step: v for step, _, name, v in rows if name == "charts/episodic_return"}
+    best = max(returns, key=lambda step: returns[step])
+    assert Checkpoints(folder / "checkpoints").best_step() == best
+
+
+def test_evaluation_off_with_many_seeds(capsys, tmp_path):
+    flags = ["--env-id", "gymnax/CartPole-v1", "--num-seeds", 2, "--total-timesteps", 80]
+    ran = run_here(capsys, *flags, "--eval-episodes", 0, "--runs-dir", tmp_path)
+    assert ran.code == 0 and "evaluation off" in ran.out
+    (folder,) = tmp_path.iterdir()
+    assert Checkpoints(folder / "seed_2" / "checkpoints").steps() == [80]
 
 
 # The command line
@@ -251,7 +304,7 @@ def test_wandb_offline(capsys, tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     flags = ["--total-timesteps", "80", "--eval-episodes", "1", "--runs-dir", tmp_path]
-    flags += ["--track", "--wandb-mode", "offline", "--wandb-tags", "a", "b"]
+    flags += ["--track", "--wandb-mode", "offline", "--wandb-tags", "a", "b", "--capture-video"]
     ran = run_here(capsys, *flags)
     assert ran.code == 0
     (folder,) = tmp_path.iterdir()
@@ -260,6 +313,10 @@ def test_wandb_offline(capsys, tmp_path, monkeypatch):
     (record,) = offline.glob("run-*.wandb")
     assert b"learning_rate" in record.read_bytes()
     assert (offline / "files" / "dqn.py").read_text() == DQN.read_text()
+    (video,) = (offline / "files" / "media" / "videos").glob("video_*.gif")
+    assert video.read_bytes() == (folder / "videos" / "step_80.gif").read_bytes()
+    assert video.name.encode() in record.read_bytes()
+    assert f"video: {folder}/videos/step_80.gif" in ran.out
 
 
 # Trainer on its own
@@ -442,7 +499,7 @@ def test_csv_drops_rows_beyond_the_restored_step(tmp_path):
 
 def test_tensorboard_drops_events_beyond_the_restored_step(tmp_path):
     for first_step, steps in ((0, (100, 200, 300, 400)), (200, (300,)), (300, (400, 500))):
-        sink = TensorBoardSink(tmp_path, first_step)
+        sink = TensorBoardSink(tmp_path, first_step, {})
         for step in steps:
             sink.write(step, {"a": step + first_step})
         if first_step:
@@ -451,6 +508,36 @@ def test_tensorboard_drops_events_beyond_the_restored_step(tmp_path):
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("a")]
     assert shown == [(100, 100), (200, 200), (300, 500), (400, 700), (500, 800)]
+
+
+def test_tensorboard_has_the_hyperparameters():
+    folder, _ = finished_run()
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    (event,) = events.Tensors("hyperparameters")
+    assert events.SummaryMetadata("hyperparameters").plugin_data.plugin_name == "text"
+    assert event.step == 0
+    config = json.loads((folder / "config.json").read_text())
+    rows = event.tensor_proto.string_val[0].decode().splitlines()
+    assert rows[:2] == ["| flag | value |", "|---|---|"]
+    cells = dict(row.strip("| ").split(" | ") for row in rows[2:] if row.count(" | ") == 1)
+    assert cells["learning_rate"] == "0.00025" and cells["eval_frequency"] == "2000"
+    assert len(rows) == 2 + len(config)
+    (content,) = events.PluginTagToContent("hparams").values()
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams.keys() == config.keys()
+    assert hparams["learning_rate"].number_value == 0.00025
+    assert hparams["env_id"].string_value == "CartPole-v1" and hparams["env_module"].string_value
+    assert hparams["capture_video"].bool_value is True
+    assert len(list(folder.glob("**/events.out.tfevents.*"))) == 1
+
+
+def test_a_bar_in_a_flag_breaks_no_table(tmp_path):
+    TensorBoardSink(tmp_path, 0, {"env_kwargs": ("a=|",)}).close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("hyperparameters")
+    assert b"| env_kwargs | ('a=&#124;',) |" in event.tensor_proto.string_val[0]
 
 
 def test_progress_bar_on_a_terminal():

@@ -131,6 +131,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--gamma", "0.9"], "--gamma"),
         (["--", "--gama", "0.9"], "--gama"),
         (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
+        (["--", "--eval-episodes", "0"], "--eval-episodes 0 cannot follow `--`"),
         (["--", "--seed=3"], "--seed=3 cannot follow `--`"),
     ],
 )

@@ -237,10 +237,10 @@ def checkpointer(
                         if due and ends_log_point(log_data):
                             tried = step
                             with _reported(say):
-                                _save(folder(), keep, trainer, best)
+                                save_checkpoint(folder(), keep, trainer, best)
                                 saved = step
             finally:
-                learned = last > first and not _is_lost(trainer.state)
+                learned = last > first and not is_lost(trainer.state)
                 if learned and (step := int(trainer.state.step)) > saved:
                     _save_at_end(folder(), keep, trainer, best if step == last else None)
 
@@ -249,7 +249,10 @@ def checkpointer(
     return decorate
 
 
-def _save(folder: Path, keep: int, trainer: Trainer, episode_return: float | None) -> None:
+def save_checkpoint(
+    folder: Path, keep: int, trainer: Trainer, episode_return: float | None
+) -> None:
+    """Write where a trainer stands; keep the latest ones, and the one with the best return."""
     state = saved_part(trainer, trainer.state)
     Checkpoints(folder, keep).save(int(trainer.state.step), state, episode_return)
 
@@ -264,7 +267,7 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
 
 def _save_at_end(folder: Path, keep: int, trainer: Trainer, episode_return: float | None) -> None:
     try:
-        _save(folder, keep, trainer, episode_return)
+        save_checkpoint(folder, keep, trainer, episode_return)
     except Exception as error:
         where = _rescue(folder, trainer, episode_return)
         raise UserError(
@@ -277,7 +280,7 @@ def _rescue(folder: Path, trainer: Trainer, episode_return: float | None) -> str
     temporary = Path(tempfile.gettempdir())
     try:
         temporary = Path(tempfile.mkdtemp(prefix="quartet-checkpoint-"))
-        _save(temporary, 1, trainer, episode_return)
+        save_checkpoint(temporary, 1, trainer, episode_return)
     except Exception as error:
         if temporary != Path(tempfile.gettempdir()):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -288,7 +291,8 @@ def _rescue(folder: Path, trainer: Trainer, episode_return: float | None) -> str
     )
 
 
-def _is_lost(state: Any) -> bool:
+def is_lost(state: Any) -> bool:
+    """Return whether arrays were handed to a compiled program that never returned."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, Array))
 
 
@@ -299,19 +303,23 @@ def _brief(error: Exception) -> str:
 def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     """Put the newest readable checkpoint of `folder` into `trainer.state`.
 
-    Environments outside JAX start new episodes with new seeds, and replay does not join the rows
-    before and after.
-
     Raises:
         UserError: there is no checkpoint, or none that fits this algorithm and configuration.
     """
     _set_damaged_aside(Checkpoints(folder), say)
     state, step = restore_state(trainer, folder, None, say)
     Checkpoints(folder).drop_after(step)
-    if trainer.env.restorable:
-        say(f"resuming at step {step}")
-    else:
-        say(f"resuming at step {step}: {trainer.config.env_id} starts new episodes")
+    new_episodes = f": {trainer.config.env_id} starts new episodes"
+    say(f"resuming at step {step}{'' if trainer.env.restorable else new_episodes}")
+    go_on_from(trainer, state, step)
+
+
+def go_on_from(trainer: Trainer, state: Any, step: int) -> None:
+    """Put a restored state into `trainer.state`, with new environments where they lie outside JAX.
+
+    These start new episodes with new seeds, and replay does not join the rows before and after.
+    """
+    if not trainer.env.restorable:
         trainer.env.close()
         trainer.env = make_env(trainer.config, first_step=step)
         state = state._replace(env=trainer.env.reset(state.key))

@@ -53,7 +53,8 @@ class RunOptions:
     config: str | None = None  # JSON file of defaults, such as a run's config.json; flags win
     resume: str | None = None  # run folder to go on with
     eval_frequency: NonNegative[int] = 50_000  # env steps between two; 0: at the end only
-    eval_episodes: Positive[int] = 20  # full episodes an evaluation
+    eval_episodes: NonNegative[int] = 20  # full episodes an evaluation; 0: no evaluation
+    eval_max_steps: Positive[int] = 100_000  # steps after which evaluation cuts an episode off
     checkpoint_frequency: NonNegative[int] = 100_000  # env steps between two; 0: at the end only
     keep_checkpoints: Positive[int] = 2  # latest checkpoints kept; the best one is kept as well
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto computes on a GPU if there is one

@@ -12,14 +12,13 @@ import numpy as np
 from jax import Array, lax
 
 from common.envs import Env, EnvConfig, EnvState, make_env
-from common.errors import UserError
 from common.networks import Memory
 
+from common.run.cli import RunOptions
 from common.run.logger import decimals
 from common.run.trainer import Call, Trainer
 
 MAX_ENVS = 20
-MAX_EPISODE_STEPS = 100_000
 
 Predict = Callable[..., Any]
 
@@ -29,9 +28,9 @@ class _Play(NamedTuple):
     core: Any  # recurrent state, or ()
     key: Array
     finished: Array  # [N] episodes finished, at most quota
-    returns: Array  # [N, quota]
-    lengths: Array  # [N, quota]
-    steps: Array  # [] vector steps
+    returns: Array  # [N, quota], NaN for episodes that have not begun
+    lengths: Array  # [N, quota], likewise
+    is_done: Array  # [N] the quota is played, or an episode has reached the limit
 
 
 class Evaluator:
@@ -50,6 +49,7 @@ class Evaluator:
     ) -> None:
         self.config, self.predict, self.initial_core = config, predict, initial_core
         self.num_seeds: int | None = None  # axis 0 of `learner`, where there is one of seeds
+        self.max_steps = RunOptions.eval_max_steps  # of an episode, after which it is cut off
         self.latest: dict | None = None  # log_data of the last evaluation
         self._env: Env | None = None
 
@@ -60,42 +60,43 @@ class Evaluator:
         does not change training. With seeds, each plays as many episodes: the return is the mean
         over all, the deviation that of the seeds' means.
 
+        An environment whose episode reaches `max_steps` plays no other: that episode counts with
+        its return and length so far, in "charts/evaluation_unfinished" too.
+
         Raises:
-            UserError: an environment failed, or an episode did not end in 100,000 steps.
+            UserError: an environment failed.
         """
         num_envs = min(num_episodes, MAX_ENVS)
         if self._env is None or self._env.num_envs != num_envs:
             self.close()
             self._env = make_env(self.config, "evaluate", num_envs)
             play = self._play if self.num_seeds is None else self._play_seeds
-            self._compiled = jax.jit(play, static_argnames="quota")
+            self._compiled = jax.jit(play, static_argnames=("quota", "max_steps"))
         quota = math.ceil(num_episodes / num_envs)
-        played = self._compiled(learner, *self._start(self._env, step), quota=quota)
+        start = self._start(self._env, step)
+        played = self._compiled(learner, *start, quota=quota, max_steps=self.max_steps)
         self._env.check(played.env)
-        unfinished = int((quota - played.finished).sum())
-        if unfinished:
-            raise UserError(
-                f"{unfinished} evaluation episodes of {self.config.env_id} did not end within "
-                f"{MAX_EPISODE_STEPS} steps; give the environment a time limit"
-            )
+        ended = np.arange(quota) < np.asarray(played.finished)[..., None]
         # Column by column: the first episode of every environment comes before any second one.
-        returns, lengths = (
+        returns, lengths, ended = (
             np.swapaxes(x, -1, -2).reshape(*x.shape[:-2], -1)[..., :num_episodes]
-            for x in (played.returns, played.lengths)
+            for x in (played.returns, played.lengths, ended)
         )
         logs = self._logs(returns, lengths)
+        if unfinished := int((~ended & ~np.isnan(returns)).sum()):
+            logs["charts/evaluation_unfinished"] = float(unfinished)
         self.latest = {"log_type": "evaluate", "sample_step": step, "logs": logs}
         return self.latest
 
     def _logs(self, returns: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
         """Return the logs of raw returns and lengths [episodes], with seeds [S, episodes]."""
         logs = {
-            "charts/evaluation_return": float(returns.mean()),
-            "charts/evaluation_std": float(returns.std()),
-            "charts/evaluation_length": float(lengths.mean()),
+            "charts/evaluation_return": float(np.nanmean(returns)),
+            "charts/evaluation_std": float(np.nanstd(returns)),
+            "charts/evaluation_length": float(np.nanmean(lengths)),
         }
         if self.num_seeds is not None:
-            of_seeds = returns.mean(axis=-1)  # [S]
+            of_seeds = np.nanmean(returns, axis=-1)  # [S]
             logs["charts/evaluation_std"] = float(of_seeds.std())
             for i, value in enumerate(of_seeds):
                 logs[f"seed_{self.config.seed + i}/evaluation_return"] = float(value)
@@ -111,8 +112,11 @@ class Evaluator:
         env_keys, keys = jax.vmap(jax.random.split, out_axes=1)(keys)  # [S], [S]
         return jax.vmap(env.reset)(env_keys), keys
 
-    def _play_seeds(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
-        return jax.vmap(partial(self._play, quota=quota))(learner, env_state, key)
+    def _play_seeds(
+        self, learner: Any, env_state: EnvState, key: Array, quota: int, max_steps: int
+    ) -> _Play:
+        play = partial(self._play, quota=quota, max_steps=max_steps)
+        return jax.vmap(play)(learner, env_state, key)
 
     def act(self, learner: Any, obs: Any, key: Array, memory: Memory) -> tuple[Any, Any]:
         """Return actions [N, *action] and the new recurrent state, () for a policy without one."""
@@ -126,37 +130,41 @@ class Evaluator:
             self._env.close()
             self._env = None
 
-    def _play(self, learner: Any, env_state: EnvState, key: Array, quota: int) -> _Play:
+    def _play(
+        self, learner: Any, env_state: EnvState, key: Array, quota: int, max_steps: int
+    ) -> _Play:
         env = self._env
         assert env is not None
         n = env.num_envs
 
         def goes_on(play: _Play) -> Array:
-            limit = (MAX_EPISODE_STEPS + 1) * quota  # + 1 for the reset row between episodes
-            running = (play.finished < quota).any() & (play.steps < limit)
-            return running & (play.env.fault == 0)
+            return ~play.is_done.all() & (play.env.fault == 0)
 
         def step(play: _Play) -> _Play:
             key, action_key = jax.random.split(play.key)
             memory = Memory(play.core, ~play.env.ended)
             action, core = self.act(learner, play.env.obs, action_key, memory)
             state, _ = env.step(play.env, action)
-            # An out-of-range column is dropped: episodes beyond the quota do not count.
-            column = jnp.where(state.finished, play.finished, quota)
-            lane = jnp.arange(n)
+            so_far = state.running_return, state.running_length
+            whole = state.finished_return, state.finished_length
+            value, length = jax.tree.map(partial(jnp.where, state.finished), whole, so_far)  # [N]
+            # An out-of-range column is dropped: what a lane plays when it is done does not count.
+            place = jnp.arange(n), jnp.where(play.is_done, quota, play.finished)
+            finished = play.finished + (state.finished & ~play.is_done)
+            is_done = play.is_done | (finished == quota) | (state.running_length >= max_steps)
             return _Play(
                 env=state,
                 core=core,
                 key=key,
-                finished=jnp.minimum(play.finished + state.finished, quota),
-                returns=play.returns.at[lane, column].set(state.finished_return, mode="drop"),
-                lengths=play.lengths.at[lane, column].set(state.finished_length, mode="drop"),
-                steps=play.steps + 1,
+                finished=finished,
+                returns=play.returns.at[place].set(value, mode="drop"),
+                lengths=play.lengths.at[place].set(length.astype(jnp.float32), mode="drop"),
+                is_done=is_done,
             )
 
-        zero, count = jnp.zeros((), jnp.int32), jnp.zeros(n, jnp.int32)
-        returns, lengths = jnp.zeros((n, quota)), jnp.zeros((n, quota), jnp.int32)
-        play = _Play(env_state, self.initial_core(n), key, count, returns, lengths, zero)
+        count, is_done = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
+        unplayed = jnp.full((n, quota), jnp.nan)
+        play = _Play(env_state, self.initial_core(n), key, count, unplayed, unplayed, is_done)
         return lax.while_loop(goes_on, step, play)
 
 
@@ -169,6 +177,20 @@ def shown_return(mean: float, deviation: float) -> str:
 def episodes(count: int) -> str:
     """Return a number of episodes in words."""
     return f"{count} episode{'s' * (count != 1)}"
+
+
+def still_running(
+    logs: dict[str, float], num_episodes: int, max_steps: int, num_seeds: int = 1
+) -> list[str]:
+    """Return a line about the episodes of an evaluation that were cut off, if there are any."""
+    unfinished = int(logs.get("charts/evaluation_unfinished", 0))
+    if not unfinished:
+        return []
+    rest = "; episodes that never began do not" if num_episodes > MAX_ENVS else ""
+    return [
+        f"{unfinished} of {episodes(num_episodes * num_seeds)} still running after {max_steps:,} "
+        f"steps: their returns so far count{rest}"
+    ]
 
 
 def _evaluation_key(seed: int, step: int) -> Array:

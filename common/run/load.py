@@ -17,7 +17,7 @@ from common.envs.env import sub_spaces, to_space
 from common.errors import UserError
 from common.networks import Memory
 
-from common.run.checkpoint import Checkpoints, restore_state
+from common.run.checkpoint import Checkpoints, go_on_from, restore_state
 from common.run.trainer import Trainer
 
 OLDEST = "0.1.0"  # the release that wrote no version into config.json
@@ -61,41 +61,60 @@ class Policy:
             self._core = jax.tree.map(lambda x: x * ~np.asarray(started)[:, None], self._core)
 
 
-def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
-    """Load a run folder's policy.
+def load(
+    run_dir: str | Path, step: int | str = "latest", changes: dict[str, Any] | None = None
+) -> Policy:
+    """Load a run folder's policy, and the trainer as it stood at that step.
 
     Args:
         run_dir: a folder under runs/.
         step: a checkpoint's step, "latest" or "best".
+        changes: other values for fields of Config, such as {"total_timesteps": 100_000}.
 
     Raises:
-        UserError: the folder is missing, or is no run folder, or has no such checkpoint.
+        UserError: the folder is missing, or is no run folder, or has no such checkpoint or field.
     """
     if isinstance(step, str) and step not in ("latest", "best"):
         raise UserError(f"the checkpoint must be a step, latest or best, got {step!r}")
-    folder = Path(run_dir)
-    try:
-        saved = json.loads((folder / "config.json").read_text())
-        _check_version(folder, saved)
-        module = _import_file(folder / f"{saved['algo']}.py")
-        names = module.Config.__dataclass_fields__
-    except UserError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
+    folder, changes = Path(run_dir), changes or {}
+    saved, module = read_run(folder)
+    names = module.Config.__dataclass_fields__
+    if unknown := [name for name in changes if name not in names]:
+        raise UserError(
+            f"{saved['algo']}.py in {folder} has no {unknown[0]!r} to change; leave it out"
+        )
     if saved.get("num_seeds", 1) > 1:
         raise UserError(
             f"{folder} holds {saved['num_seeds']} seeds; give one of its folders, such as "
             f"{folder}/seed_{saved['seed']}"
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
-    trainer: Trainer = module.Trainer(module.Config(**values))
+    trainer: Trainer = module.Trainer(module.Config(**values | changes))
     checkpoints = folder / "checkpoints"
     if step == "best" and checkpoints.is_dir():
         step = Checkpoints(checkpoints).best_step() or "latest"
     wanted = None if isinstance(step, str) else step
-    trainer.state, found = restore_state(trainer, checkpoints, wanted, print)
+    state, found = restore_state(trainer, checkpoints, wanted, print)
+    go_on_from(trainer, state, found)
     return Policy(trainer, found)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], ModuleType]:
+    """Return what config.json says and the algorithm file as it was when it trained.
+
+    Raises:
+        UserError: it is no run folder, or another release wrote it.
+    """
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        _check_version(folder, saved)
+        module = _import_file(folder / f"{saved['algo']}.py")
+        assert module.Config.__dataclass_fields__
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
+        raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
+    return saved, module
 
 
 def _check_version(folder: Path, saved: dict[str, Any]) -> None:

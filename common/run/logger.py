@@ -214,11 +214,16 @@ def decimals(largest: float) -> int:
 
 
 class TensorBoardSink:
-    """TensorBoard event files, written without TensorFlow and without a thread that could die."""
+    """TensorBoard event files, written without TensorFlow and without a thread that could die.
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    The flags of the run stand under Text as a table, and under HParams beside those of other runs.
+    """
+
+    def __init__(self, folder: Path, first_step: int, flags: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
@@ -228,6 +233,11 @@ class TensorBoardSink:
         if first_step:
             # Tells TensorBoard to drop what a killed run wrote beyond its last checkpoint.
             self._add(step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
+        plain = {
+            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flags.items()
+        }
+        self._add(step=first_step, summary=text_pb("hyperparameters", _table(plain)))
+        self._add(step=first_step, summary=hparams_pb(plain))
 
     def write(self, step: int, logs: dict[str, float]) -> None:
         """Add one event with the scalars and flush."""
@@ -244,12 +254,24 @@ class TensorBoardSink:
         self._writer.flush()
 
 
+def _table(flags: dict[str, Any]) -> str:
+    """Return flags as a table in Markdown."""
+    rows = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in flags.items())
+    return "\n".join(("| flag | value |", "|---|---|", *rows))
+
+
+def video_path(folder: Path, step: int) -> Path:
+    """Return where a run folder has the GIF of a step."""
+    return folder / "videos" / f"step_{step}.gif"
+
+
 class WandbSink:
     """A Weights & Biases run; resuming a run folder goes on with the same wandb run."""
 
     def __init__(self, folder: Path, flags: dict, options: LoggingOptions, code: Path) -> None:
         import wandb
 
+        self._folder, self._step, self._video = folder, 0, wandb.Video
         id_file = folder / "wandb_id"
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
         id_file.write_text(run_id)
@@ -271,10 +293,14 @@ class WandbSink:
 
     def write(self, step: int, logs: dict[str, float]) -> None:
         """Log the scalars of one log point."""
+        self._step = step
         self._run.log(logs | {"sample_step": step})
 
     def close(self) -> None:
-        """Finish the wandb run."""
+        """Log the GIF of the last step if there is one, and finish the wandb run."""
+        path = video_path(self._folder, self._step)
+        if path.exists():
+            self._run.log({"video": self._video(str(path)), "sample_step": self._step})
         self._run.finish()
 
 

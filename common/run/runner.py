@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -20,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from rich.panel import Panel
 
-from common import __version__
 from common.envs import config_backend, resolve_backend
 from common.errors import UserError, one_line
 
 from common.run import cli, threads
-from common.run.checkpoint import Checkpoints, checkpointer, resume, write_atomically
-from common.run.config import flag_of
+from common.run.checkpoint import Checkpoints, checkpointer, resume
 from common.run.devices import shard_over_devices
-from common.run.evaluator import episodes, evaluator, shown_return
+from common.run.evaluator import episodes, evaluator, shown_return, still_running
+from common.run.folder import config_flags, difference, hold, write_config
 from common.run.logger import (
     ConsoleSink,
     CsvSink,
@@ -37,6 +35,7 @@ from common.run.logger import (
     ends_log_point,
     logger,
     make_console,
+    video_path,
 )
 from common.run.seeds import batch_seeds, state_of_seed
 from common.run.trainer import Call, Presets, RunConfig, Trainer, start
@@ -128,7 +127,7 @@ class _Run:
         """Train to the end, or until a signal."""
         self.start_time = time.time()
         self.console.print(self._describe())
-        call = self._decorated(_unless(received)(start))
+        call = self._decorated(_unless(received)(start), received)
         with contextlib.closing(call(trainer)) as training:
             for log_data in training:
                 if received and ends_log_point(log_data):
@@ -141,10 +140,9 @@ class _Run:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
             folder = _make_unique(Path(self.logging.runs_dir), name)
-            self._lock = _hold(folder)
+            self._lock = hold(folder)
             try:
-                _write_json(folder / "config.json", self._flags())
-                shutil.copyfile(self.source, folder / self.source.name)
+                write_config(folder, self._flags(), self.source)
             except OSError as error:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise UserError(
@@ -157,13 +155,8 @@ class _Run:
         run = dataclasses.asdict(self.run)
         for name in ("config", "resume", "debug"):
             del run[name]
-        return {
-            "algo": self.algo,
-            "version": __version__,
-            **dataclasses.asdict(self.config),
-            **dataclasses.asdict(self.logging),
-            **run,
-        }
+        trained = config_flags(self.algo, self.config, self.run.num_seeds)
+        return trained | dataclasses.asdict(self.logging) | run
 
     def _describe(self) -> str:
         device = jax.devices()[0]
@@ -181,7 +174,7 @@ class _Run:
         if self.run.resume:
             _check_resume(Path(self.run.resume), self.config, self.run.num_seeds)
             _check_writable(Path(self.run.resume), "--resume")
-            self._lock = _hold(Path(self.run.resume))
+            self._lock = hold(Path(self.run.resume))
         else:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
         if self.run.num_seeds > 1 and self.run.num_devices > 1:
@@ -219,14 +212,17 @@ class _Run:
         trainer = self.trainer_class(config)
         if self.run.num_seeds > 1:
             batch_seeds(trainer, self.run.num_seeds)
+        trainer.evaluator.max_steps = self.run.eval_max_steps
         return trainer
 
-    def _decorated(self, call: Call) -> Call:
+    def _decorated(self, call: Call, received: list[signal.Signals]) -> Call:
         run, say = self.run, self.console.print
         if run.debug:
             call = check_finite(self.config.log_frequency)(call)
-        best_of = "charts/evaluation_return" if run.eval_frequency else "charts/episodic_return"
-        call = evaluator(run.eval_frequency, run.eval_episodes)(call)
+        is_ranked = run.eval_frequency and run.eval_episodes
+        best_of = "charts/evaluation_return" if is_ranked else "charts/episodic_return"
+        if run.eval_episodes:
+            call = evaluator(run.eval_frequency, run.eval_episodes)(call)
         call = checkpointer(
             lambda: self.folder() / "checkpoints",
             run.checkpoint_frequency,
@@ -234,18 +230,30 @@ class _Run:
             best_of,
             say,
         )(call)
+        if self.logging.capture_video:
+            call = self._filmed(call, received)
         return logger(self._sinks, say)(call)
+
+    def _filmed(self, call: Call, received: list[signal.Signals]) -> Call:
+        """Decorate `Trainer.__call__`: a GIF at its end, while wandb still takes it."""
+
+        def filmed(trainer: Trainer) -> Generator[dict, None, None]:
+            with contextlib.closing(call(trainer)) as inner:
+                yield from inner
+            if not received:
+                self.video = self._video(trainer)
+
+        return filmed
 
     def _sinks(self) -> list[Callable[[], Sink]]:
         folder, first_step = self.folder(), self.first_step
         if self.run.resume:
             # total_timesteps may have been raised, and the file may be another release's.
             with contextlib.suppress(OSError):
-                _write_json(folder / "config.json", self._flags())
-                shutil.copyfile(self.source, folder / self.source.name)
+                write_config(folder, self._flags(), self.source)
         sinks: list[Callable[[], Sink]] = [
             partial(CsvSink, folder / "metrics.csv", first_step, self.start_time),
-            partial(TensorBoardSink, folder, first_step),
+            partial(TensorBoardSink, folder, first_step, self._flags()),
             partial(
                 ConsoleSink,
                 self.console,
@@ -261,12 +269,12 @@ class _Run:
         return sinks
 
     def _report(self, trainer: Trainer) -> None:
-        folder = self.folder()
-        log_data = trainer.evaluator.latest
-        if log_data is None or log_data["sample_step"] != int(trainer.state.step):
-            log_data = trainer.evaluate(self.run.eval_episodes)
-        mean, std = (log_data["logs"][f"charts/evaluation_{k}"] for k in ("return", "std"))
-        result = {"steps": int(trainer.state.step), "episodes": self.run.eval_episodes}
+        folder, logs = self.folder(), self._last_evaluation(trainer)
+        mean, std = (logs.get(f"charts/evaluation_{name}") for name in ("return", "std"))
+        result: dict[str, Any] = {
+            "steps": int(trainer.state.step),
+            "episodes": self.run.eval_episodes,
+        }
         result |= {"evaluation_return": mean, "evaluation_std": std}
         result |= {"device": jax.devices()[0].device_kind}
         first, last = self.config.seed, self.config.seed + self.run.num_seeds - 1
@@ -274,16 +282,33 @@ class _Run:
         title = f"{self.algo} on {self.config.env_id}, {seeds}"
         lines = [
             f"{title}: {self.config.total_timesteps:,} steps",
-            f"evaluation over {episodes(self.run.eval_episodes)}: {shown_return(mean, std)}",
+            *self._describe_evaluation(logs),
             f"run folder: {folder}",
         ]
         if self.run.num_seeds > 1:
-            self._save_seeds(trainer, log_data["logs"])
+            self._save_seeds(trainer, logs)
             lines.append(f"policies: its folders seed_{first} to seed_{last}")
         lines += self._write_report(result, title)
         if self.logging.capture_video:
-            lines.append(self._video(trainer))
+            lines.append(self.video)
         self.console.print(Panel("\n".join(lines), expand=False))
+
+    def _last_evaluation(self, trainer: Trainer) -> dict[str, float]:
+        """Return the logs of the evaluation at the end; empty where evaluation is off."""
+        if not self.run.eval_episodes:
+            return {}
+        log_data = trainer.evaluator.latest
+        if log_data is None or log_data["sample_step"] != int(trainer.state.step):
+            log_data = trainer.evaluate(self.run.eval_episodes)
+        return log_data["logs"]
+
+    def _describe_evaluation(self, logs: dict[str, float]) -> list[str]:
+        count = self.run.eval_episodes
+        if not count:
+            return ["evaluation off"]
+        shown = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
+        unfinished = still_running(logs, count, self.run.eval_max_steps, self.run.num_seeds)
+        return [f"evaluation over {episodes(count)}: {shown}", *unfinished]
 
     def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Give every seed a run folder of its own, to load, to evaluate and to go on with."""
@@ -291,10 +316,9 @@ class _Run:
             seed = self.config.seed + index
             folder = self.folder() / f"seed_{seed}"
             folder.mkdir(exist_ok=True)
-            _write_json(folder / "config.json", self._flags() | {"seed": seed, "num_seeds": 1})
-            shutil.copyfile(self.source, folder / self.source.name)
+            write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
             state = state_of_seed(trainer.state, index)
-            mean = logs[f"seed_{seed}/evaluation_return"]
+            mean = logs.get(f"seed_{seed}/evaluation_return")
             Checkpoints(folder / "checkpoints", keep=1).save(int(state.step), state, mean)
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
@@ -311,7 +335,7 @@ class _Run:
     def _video(self, trainer: Trainer) -> str:
         from common.run.video import save_video
 
-        path = self.folder() / "videos" / f"step_{self.config.total_timesteps}.gif"
+        path = video_path(self.folder(), int(trainer.state.step))
         try:
             save_video(trainer.evaluator, trainer.state.learner, path)
         except Exception as error:
@@ -404,18 +428,6 @@ def _check_finite(step: int, logs: dict[str, float], learner: Any) -> None:
             )
 
 
-def _hold(folder: Path) -> IO:
-    """Keep other processes from training in a run folder until this one ends, however it ends."""
-    lock = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"{folder} is in use by another process; wait until it ends, or stop it"
-        ) from error
-    return lock
-
-
 def _make_unique(parent: Path, name: str) -> Path:
     try:
         for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
@@ -427,10 +439,6 @@ def _make_unique(parent: Path, name: str) -> Path:
             f"cannot make a run folder in {parent} ({error}); give --runs-dir"
         ) from error
     raise UserError(f"{parent} holds too many runs called {name}; give another --runs-dir")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2))
 
 
 def _check_writable(path: Path, flag: str) -> None:
@@ -445,14 +453,11 @@ def _check_writable(path: Path, flag: str) -> None:
 
 def _check_resume(folder: Path, config: RunConfig, num_seeds: int) -> None:
     saved = json.loads((folder / "config.json").read_text())
-    for name, value in (dataclasses.asdict(config) | {"num_seeds": num_seeds}).items():
-        before = saved.get(name, value)
-        before = tuple(before) if isinstance(before, list) else before
-        if name != "total_timesteps" and before != value:
-            raise UserError(
-                f"{flag_of(name)} {value} differs from {before} in {folder}; a resumed "
-                "run may only change --total-timesteps, logging and run options"
-            )
+    if different := difference(saved, config, num_seeds):
+        raise UserError(
+            f"{different} in {folder}; a resumed run may only change --total-timesteps, the "
+            "actions of evaluation, logging and run options"
+        )
 
 
 def _check_wandb_login() -> None:

@@ -103,7 +103,7 @@ class Trainer(Protocol):
     def __call__(self) -> Generator[dict, None, None]:
         """Train to total_timesteps; yield log_data at each log point."""
 
-    def evaluate(self, num_episodes: int) -> dict:
+    def evaluate(self, num_episodes: int = 20) -> dict:
         """Play full episodes; log_data of their raw returns."""
 
     def init_state(self, key: Array) -> TrainState:

@@ -1,0 +1,121 @@
+"""The files of a run folder, who may write them, and `common.save`."""
+
+import contextlib
+import dataclasses
+import fcntl
+import inspect
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from common import __version__
+from common.errors import UserError, one_line
+
+from common.run.checkpoint import Checkpoints, is_lost, save_checkpoint, write_atomically
+from common.run.config import flag_of
+from common.run.trainer import RunConfig, Trainer
+
+MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
+
+
+def save(trainer: Trainer, folder: str | Path) -> None:
+    """Write a trainer that is driven by hand as a run folder, or as one more step of its own.
+
+    `load`, `--resume`, and the programs `common.evaluate` and `common.export` take the folder.
+    Every step that is saved is kept.
+
+    Raises:
+        UserError: the folder cannot be written, or holds something else, such as a run of another
+            algorithm or configuration, or one that has reached this step.
+    """
+    folder, source = Path(folder), _source_of(trainer)
+    earlier = _earlier_flags(folder, trainer, source.stem)
+    flags = config_flags(source.stem, trainer.config, trainer.evaluator.num_seeds or 1)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold(folder):
+            write_config(folder, earlier | flags, source)
+            save_checkpoint(folder / "checkpoints", sys.maxsize, trainer, None)
+    except UserError:
+        raise
+    except Exception as error:  # orbax has many
+        raise UserError(
+            f"cannot save to {folder} ({one_line(error)[:200]}); give a folder that you may write "
+            "to, with space left"
+        ) from error
+
+
+def config_flags(algo: str, config: RunConfig, num_seeds: int) -> dict[str, Any]:
+    """Return the part of config.json that says what is trained."""
+    about = {"algo": algo, "version": __version__}
+    return about | dataclasses.asdict(config) | {"num_seeds": num_seeds}
+
+
+def write_config(folder: Path, flags: dict[str, Any], source: Path) -> None:
+    """Write config.json and a copy of the algorithm file."""
+    write_atomically(folder / "config.json", json.dumps(flags, indent=2))
+    with contextlib.suppress(shutil.SameFileError):  # a loaded trainer's file is the copy itself
+        shutil.copyfile(source, folder / source.name)
+
+
+def hold(folder: Path) -> IO:
+    """Keep other processes from training in a run folder until this one ends, however it ends."""
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"{folder} is in use by another process; wait until it ends, or stop it"
+        ) from error
+    return lock
+
+
+def difference(saved: dict[str, Any], config: RunConfig, num_seeds: int) -> str:
+    """Say which field differs from a saved config.json, but for those that may; "" if none does."""
+    for name, value in config_flags("", config, num_seeds).items():
+        before = saved.get(name, value)
+        before = tuple(before) if isinstance(before, list) else before
+        if name not in ("algo", "version", *MAY_CHANGE) and before != value:
+            return f"{flag_of(name)} {value} differs from {before}"
+    return ""
+
+
+def _source_of(trainer: Trainer) -> Path:
+    """Return the file of a trainer's class: two run folders may have modules of one name."""
+    source = Path(inspect.getfile(type(trainer).__call__))
+    if not source.is_file():
+        raise UserError(
+            f"{type(trainer).__name__} stands in no file, which a run folder would keep; write the "
+            "algorithm to a .py file and import it"
+        )
+    return source
+
+
+def _earlier_flags(folder: Path, trainer: Trainer, algo: str) -> dict[str, Any]:
+    """Return what config.json says in a folder that `trainer` may be saved to."""
+    if is_lost(trainer.state):
+        raise UserError("the trainer was interrupted and has lost its arrays; make a new one")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return {}
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        trained_by = saved["algo"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder} holds other files than a run's; give another folder") from error
+    if trained_by != algo:
+        raise UserError(f"{folder} was trained by {trained_by}, not by {algo}; give another folder")
+    if different := difference(saved, trainer.config, trainer.evaluator.num_seeds or 1):
+        raise UserError(f"{different} in {folder}; give another folder")
+    step, latest = int(trainer.state.step), max(_steps(folder), default=-1)
+    if step <= latest:
+        raise UserError(
+            f"{folder} has reached step {latest} and the trainer is at {step}; train on before you "
+            "save again, or give another folder"
+        )
+    return saved
+
+
+def _steps(folder: Path) -> list[int]:
+    return Checkpoints(folder / "checkpoints").steps()
