@@ -9,7 +9,8 @@ import tyro
 from common.errors import UserError
 
 from common.run import threads
-from common.run.cli import checkpoint_of, exit_codes, parse_flags
+from common.run.cli import Episodes, checkpoint_of, exit_codes, parse_flags
+from common.run.config import check_ranges
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class EvaluateOptions:
 
     run_dir: tyro.conf.Positional[str] = ""
     """folder of a run"""
-    episodes: int = 20
+    episodes: Episodes = 20
     """full episodes to play"""
     checkpoint: str = "latest"
     """a step, latest or best"""
@@ -32,8 +33,7 @@ def main(options: EvaluateOptions) -> None:
     """Print `mean ± std` of the raw return."""
     if not options.run_dir:
         raise UserError("give a run folder, such as one under runs/; see --help")
-    if options.episodes < 1:
-        raise UserError(f"--episodes must be 1 or more, got {options.episodes}")
+    check_ranges(options)
     checkpoint = checkpoint_of(options.checkpoint)
     threads.use_cores(1)
     from common.run.evaluator import episodes, shown_return

@@ -91,7 +91,7 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
         "--frame-stack 3",
         ["--frame-stack 3", "(4,)", "use --frame-stack 1"],
     ),
-    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be above 0, got 0"]),
+    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be between 1 and 100000"]),
     "eval_frequency -1": ("--eval-frequency -1", ["--eval-frequency must be 0 or more, got -1"]),
     "keep_checkpoints 0": ("--keep-checkpoints 0", ["--keep-checkpoints must be above 0"]),
     "checkpoint_frequency -1": (

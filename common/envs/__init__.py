@@ -17,6 +17,8 @@ from common.envs.env import (
     EnvState,
     EpisodeSummary,
     TimeStep,
+    action_bounds,
+    failures,
     scale_action,
     sub_spaces,
 )
@@ -85,6 +87,8 @@ def make_env(
     env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
+    _check_not_empty(config.env_id, "observation", env.observation_space)
+    _check_not_empty(config.env_id, "action", env.action_space)
     return env
 
 
@@ -192,9 +196,9 @@ def _registered_by(module: str) -> set[str]:
         sys.path.append("")
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except failures() as error:
         raise UserError(
-            f"--env-module {module!r} could not be imported ({error}); "
+            f"--env-module {module!r} could not be imported ({error!r}); "
             "give a module in this folder or on PYTHONPATH that registers the environment"
         ) from error
     return {name for name, spec in gymnasium.registry.items() if before.get(name) is not spec}
@@ -210,6 +214,11 @@ def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             options[name] = text
+        except (TypeError, MemoryError, RecursionError) as error:
+            raise UserError(
+                f"--env-kwargs {name} has a value that Python cannot read: {text}; "
+                "give a number, a text, or a short list of them"
+            ) from error
     return options
 
 
@@ -221,6 +230,16 @@ def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
         raise UserError(
             f"{env_id} has the {what} space {space}; accepted are Box, Discrete, MultiDiscrete, "
             "and Dict and Tuple of these; wrap the environment to convert it"
+        )
+
+
+def _check_not_empty(env_id: str, what: str, space: spaces.Space) -> None:
+    parts = sub_spaces(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
+    for part in parts.values():
+        _check_not_empty(env_id, what, part)
+    if not parts and (space.shape is None or 0 in space.shape):
+        raise UserError(
+            f"{env_id} has the empty {what} space {space}; give every part at least one number"
         )
 
 
@@ -242,12 +261,13 @@ def require_bounded_actions(algo: str, env: Env) -> None:
     """Raise a UserError unless the actions of `env` are floats between finite bounds."""
     require_action_space(algo, env, spaces.Box)
     space: Any = env.action_space
-    if space.is_bounded():
+    # Bounds are float32 where actions are scaled: 1e308 of a float64 Box is infinite there.
+    if np.isfinite(action_bounds(space)).all():
         return
     env.close()
     raise UserError(
         f"{algo} scales its actions to their bounds, {env.env_id} has {space} without finite ones; "
-        "wrap it to give its action space finite bounds"
+        "wrap it to give its action space finite bounds, in float32 too"
     )
 
 

@@ -10,6 +10,7 @@ from jax import Array
 
 from common.envs.env import BackendStep
 from common.errors import UserError, one_line
+from common.ranges import LARGEST, accepted, fits
 
 
 class JaxStep(NamedTuple):
@@ -119,7 +120,9 @@ class GymnaxEnv:
             names |= set(gymnax.make(env_id)[1].__dataclass_fields__)
             options = {k: v for k, v in kwargs.items() if k not in names}
             self.env, params = gymnax.make(env_id, **options)
-            self.params = params.replace(**{k: _number(kwargs[k]) for k in names & set(kwargs)})
+            kinds = {name: field.type for name, field in params.__dataclass_fields__.items()}
+            given = {k: _number(k, kwargs[k], kinds[k]) for k in names & set(kwargs)}
+            self.params = params.replace(**given)
         except Exception as error:
             raise UserError(
                 f"gymnax could not make {env_id} with the options {kwargs or 'none'}: "
@@ -142,10 +145,15 @@ class GymnaxEnv:
         return JaxStep(state, obs, jnp.float32(reward), jnp.bool_(terminated), jnp.bool_(truncated))
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return value
+def _number(name: str, value: Any, kind: Any) -> Any:
+    """Return a parameter's value, which must be a number of 32 bits of its kind."""
+    kind = kind if kind in (int, bool) else float
+    if not fits(value, kind):
+        raise TypeError(f"{name} must be {accepted(kind)}, got {value!r}")
+    least = 1 if name == "max_steps_in_episode" else -LARGEST[kind]
+    if not least <= value <= LARGEST[kind]:
+        raise ValueError(f"{name} must be between {least:g} and {LARGEST[kind]:g}, got {value}")
+    return kind(value)
 
 
 class PgxEnv:

@@ -1,7 +1,6 @@
 """A trained policy as a numpy function, for deployment, videos and Gymnasium loops."""
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +13,12 @@ from gymnasium import spaces
 
 from common import __version__
 from common.envs.env import sub_spaces, to_space
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.networks import Memory
 
 from common.run.checkpoint import Checkpoints, restore_state
+from common.run.cli import LoggingOptions, RunOptions
+from common.run.config import field_values, read_object
 from common.run.trainer import Trainer
 
 OLDEST = "0.1.0"  # the release that wrote no version into config.json
@@ -75,21 +76,18 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
         raise UserError(f"the checkpoint must be a step, latest or best, got {step!r}")
     folder = Path(run_dir)
     try:
-        saved = json.loads((folder / "config.json").read_text())
+        saved = read_object(folder / "config.json")
         _check_version(folder, saved)
         module = _import_file(folder / f"{saved['algo']}.py")
-        names = module.Config.__dataclass_fields__
+        config_class = module.Config
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
-    if saved.get("num_seeds", 1) > 1:
+    # The copy of the algorithm may raise anything while it is imported.
+    except Exception as error:
         raise UserError(
-            f"{folder} holds {saved['num_seeds']} seeds; give one of its folders, such as "
-            f"{folder}/seed_{saved['seed']}"
-        )
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
-    trainer: Trainer = module.Trainer(module.Config(**values))
+            f"{folder} is not a run folder ({one_line(error)}); give one under runs/"
+        ) from error
+    trainer: Trainer = module.Trainer(_config(config_class, folder, saved))
     checkpoints = folder / "checkpoints"
     if step == "best" and checkpoints.is_dir():
         step = Checkpoints(checkpoints).best_step() or "latest"
@@ -98,9 +96,28 @@ def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
     return Policy(trainer, found)
 
 
+def _config(config_class: Any, folder: Path, saved: dict[str, Any]) -> Any:
+    """Return the Config that a run folder was trained with."""
+    path, names = folder / "config.json", config_class.__dataclass_fields__
+    flags = {name: value for name, value in saved.items() if name not in ("algo", "version")}
+    values = field_values(flags, (config_class, LoggingOptions, RunOptions), str(path))
+    missing = [name for name in (*names, "num_seeds") if name not in values]
+    if missing:
+        raise UserError(f"{path} lacks the entry {missing[0]!r}; give a run folder as it was left")
+    if values["num_seeds"] > 1:
+        raise UserError(
+            f"{folder} holds {values['num_seeds']} seeds; give one of its folders, such as "
+            f"{folder}/seed_{values['seed']}"
+        )
+    try:
+        return config_class(**{name: values[name] for name in names})
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from error
+
+
 def _check_version(folder: Path, saved: dict[str, Any]) -> None:
     """Refuse a folder whose algorithm file was written for another layout of this package."""
-    written_by = saved.get("version", OLDEST)
+    written_by = str(saved.get("version", OLDEST))
     if written_by.split(".")[:2] != __version__.split(".")[:2]:
         raise UserError(
             f"{folder} was written by Quartet {written_by}, whose {saved['algo']}.py this release, "
