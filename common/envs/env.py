@@ -293,13 +293,13 @@ def to_space(space: spaces.Space, action: Any) -> Any:
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """Return what counts as a failure of an environment: sys.exit() in its code does too.
+    """Return what counts as a failure of an environment: anything, such as sys.exit() in its code.
 
-    So does a KeyboardInterrupt, unless Ctrl-C raises it: the runner collects signals instead.
+    A KeyboardInterrupt does not where Ctrl-C raises it; the runner collects signals instead.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return Exception, SystemExit
-    return Exception, SystemExit, KeyboardInterrupt
+    return (BaseException,)
 
 
 def describe_failure(failure: BaseException) -> str:

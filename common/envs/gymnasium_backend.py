@@ -67,7 +67,8 @@ class GymnasiumStepper:
             )
         except failures() as error:
             raise UserError(
-                f"could not make {env_id} with the options {kwargs or 'none'}: {one_line(error)}; "
+                f"could not make {env_id} with the options {kwargs or 'none'}: "
+                f"{type(error).__name__}: {one_line(error)}; "
                 "check --env-kwargs and what the environment needs installed"
             ) from error
         self.seeds = seeds
