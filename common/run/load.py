@@ -65,6 +65,9 @@ class Policy:
 def load(run_dir: str | Path, step: int | str = "latest") -> Policy:
     """Load a run folder's policy.
 
+    This runs the algorithm file that the folder keeps, and imports the `env_module` that its
+    config.json names: open only run folders that you trust.
+
     Args:
         run_dir: a folder under runs/.
         step: a checkpoint's step, "latest" or "best".
