@@ -43,6 +43,9 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "wandb mode": ("--wandb-mode x", ["'x'", "online, offline"]),
     "no preset": ("--preset=", ["--preset needs a value, got ''"]),
     "no resume": ("--resume=", ["--resume needs a value, got ''"]),
+    "no runs": ("--runs-dir=", ["--runs-dir needs a value, got ''"]),
+    "no module": ("--env-module=", ["--env-module needs a value, got ''"]),
+    "no id": ("--env-id=", ["--env-id needs a value, got ''"]),
     "no config": ("--config=", ["--config needs a value, got ''"]),
     "abbreviation": ("--lr 1e-3", ["'--lr'", "did you mean --learning-rate?"]),
     "preset": ("--preset small", ["--preset 'small'", "auto, classic, atari"]),
@@ -468,6 +471,17 @@ def test_evaluate_episodes(capsys, tmp_path, episodes):
     check(ran, ["--episodes", episodes], tmp_path)
 
 
+def test_ctrl_c_in_the_code_of_an_environment(capsys, tmp_path):
+    """Without signals collected, Ctrl-C raises KeyboardInterrupt wherever Python is."""
+    runs = tmp_path / "runs"
+    flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", runs]
+    assert run_here(capsys, *SHORT, *flags).code == 0
+    (folder,) = runs.iterdir()
+    edit_config(folder, env_kwargs=["fault=interrupt", "at=5"])
+    ran = run_here(capsys, folder, module="common.evaluate")
+    assert (ran.code, ran.out, ran.err) == (130, "", "stopped by SIGINT\n")
+
+
 def test_evaluate_flags(capsys, tmp_path):
     def evaluate(*args):
         return run_here(capsys, *args, module="common.evaluate")
@@ -490,6 +504,7 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
     "float for int": ('{"num_envs": 2.5}', ["'num_envs'", "2.5", "a whole number"]),
     "int for bool": ('{"track": 1}', ["'track'", "1", "true or false"]),
     "bool for int": ('{"seed": true}', ["'seed'", "True", "a whole number"]),
+    "null character": ('{"runs_dir": "a\\u0000b"}', ["'runs_dir'", "'a\\x00b'", "a text"]),
     "null": ('{"seed": null}', ["'seed'", "None", "a whole number"]),
     "choice": ('{"env_backend": "gym"}', ["'gym'", "auto, envpool, gymnasium, jax"]),
     "text for a list": ('{"env_kwargs": "a=1"}', ["'env_kwargs'", "'a=1'", "a list"]),

@@ -172,10 +172,13 @@ class Env:
         Raises:
             UserError: the environment raised, or gave a value that is not finite, or was given an
                 action outside its space.
+            KeyboardInterrupt: Ctrl-C, where it raises that.
         """
         fault = int(state.fault.max())
         if fault == HOST_FAILURE:
             failure = self.backend.failure or RuntimeError("unknown failure")
+            if not isinstance(failure, failures()):
+                raise failure
             raise UserError(f"{self.env_id}: {describe_failure(failure)}") from failure
         if fault == NOT_FINITE:
             raise UserError(

@@ -87,7 +87,8 @@ class HostBackend:
             step = _as_32_bit(self.stepper.step(jax.tree.map(np.asarray, action)))
             self._last_obs = step.obs
             return BackendStep(**step._asdict(), failed=np.False_)
-        except failures() as error:
+        # JAX would make a traceback of an exception that leaves a callback, Ctrl-C's too.
+        except BaseException as error:
             self.failure = error
         no, zero = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.float32)
         return BackendStep(self._last_obs, zero, no, no, zero, no, failed=np.True_)

@@ -164,8 +164,11 @@ class PgxEnv:
 
         try:
             self.env = pgx.make(env_id, **kwargs)
-        except TypeError as error:
-            raise UserError(f"pgx refused the options {kwargs} for {env_id}") from error
+        except Exception as error:
+            raise UserError(
+                f"pgx refused the options {kwargs or 'none'} for {env_id} ({one_line(error)}); "
+                "give --env-kwargs that it takes, or leave them out"
+            ) from error
         if self.env.num_players > 1:
             raise UserError(
                 f"pgx/{env_id} has {self.env.num_players} players; single-player ids are pgx/2048 "

@@ -101,9 +101,9 @@ def parse(
     """
     args = sys.argv[1:] if args is None else list(args)
     early = _early_flags(args)
-    for name in ("config", "resume", "preset"):
-        if getattr(early, name) == "":
-            raise UserError(f"--{name} needs a value, got ''; leave it out, or see --help")
+    for name, value in vars(early).items():
+        if value == "":
+            raise UserError(f"{flag_of(name)} needs a value, got ''; leave it out, or see --help")
     defaults = _defaults(config_class, presets, early)
     groups = {
         "algorithm": _group(config_class, "algorithm", defaults, presets),
@@ -141,9 +141,10 @@ def algo_of(algorithm: type) -> str:
 
 
 def _early_flags(args: Sequence[str]) -> argparse.Namespace:
-    """Find the flags that choose the defaults of all others."""
+    """Find the flags that choose the defaults of all others, and those that cannot be empty."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "resume", "preset", "env-id", "env-backend"):
+    choosing = ("config", "resume", "preset", "env-id", "env-backend")
+    for flag in (*choosing, "env-module", "runs-dir"):
         names = dict.fromkeys((f"--{flag}", f"--{flag.replace('-', '_')}"))
         parser.add_argument(*names, nargs="?")
     return parser.parse_known_args(args)[0]
