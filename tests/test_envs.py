@@ -396,6 +396,15 @@ def test_empty_spaces(space: Any) -> None:
         assert "empty" in text and f"{what} space" in text
 
 
+@pytest.mark.parametrize("space", [spaces.Discrete(10**12), spaces.MultiDiscrete([2, 10**10])])
+def test_spaces_of_more_values_than_a_network_can_have(space: Any) -> None:
+    env_id, small = "ToyVast-v0", spaces.Discrete(2)
+    for what, both in {"observation": (space, small), "action": (small, space)}.items():
+        gym.registry.pop(env_id, None)
+        gym.register(env_id, partial(EchoEnv, *both))
+        assert f"{what} space {space}" in refusal(env_id=env_id)
+
+
 def test_env_module_registers_an_environment(tmp_path: Any, monkeypatch: Any) -> None:
     code = "import gymnasium, toy_envs\ngymnasium.register('ToyOwn-v0', toy_envs.CountEnv)\n"
     (tmp_path / "own_envs.py").write_text(code)

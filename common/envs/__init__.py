@@ -41,6 +41,7 @@ __all__ = [
 EnvBackend = Literal["auto", "envpool", "gymnasium", "jax"]
 Purpose = Literal["train", "evaluate", "video"]
 PURPOSES = ("train", "evaluate", "video")
+MOST_VALUES = 1_000_000  # of a Discrete space; a layer of 120 units on them takes half a GB
 
 
 class EnvConfig(Protocol):
@@ -86,8 +87,8 @@ def make_env(
     env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
-    _check_not_empty(config.env_id, "observation", env.observation_space)
-    _check_not_empty(config.env_id, "action", env.action_space)
+    _check_size(config.env_id, "observation", env.observation_space)
+    _check_size(config.env_id, "action", env.action_space)
     return env
 
 
@@ -232,13 +233,19 @@ def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
         )
 
 
-def _check_not_empty(env_id: str, what: str, space: spaces.Space) -> None:
+def _check_size(env_id: str, what: str, space: spaces.Space) -> None:
     parts = sub_spaces(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
     for part in parts.values():
-        _check_not_empty(env_id, what, part)
+        _check_size(env_id, what, part)
     if not parts and (space.shape is None or 0 in space.shape):
         raise UserError(
             f"{env_id} has the empty {what} space {space}; give every part at least one number"
+        )
+    counts = getattr(space, "nvec", getattr(space, "n", 0))
+    if np.max(counts) > MOST_VALUES:
+        raise UserError(
+            f"{env_id} has the {what} space {space}, and networks have weights for each value; "
+            f"wrap it to give at most {MOST_VALUES}"
         )
 
 
