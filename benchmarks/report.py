@@ -1,9 +1,15 @@
-"""Statistics, tables and pictures of finished sweep runs."""
+"""Statistics, tables and pictures of finished sweep runs.
+
+    python benchmarks/report.py benchmarks/results/sweep
+
+makes the tables and pictures of a sweep's folder again from its `jobs/*.json`, without training.
+"""
 
 import csv
 import io
 import json
 import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,8 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tyro
 
-from common.run import checkpoint
+from common.errors import UserError
+
+from common.run import checkpoint, cli
 from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
 
 MANY_SEEDS = 5  # of fewer, a quarter is less than a seed or two
@@ -80,6 +89,29 @@ class SeedCurves(NamedTuple):
     iqm: np.ndarray  # [P]
     low: np.ndarray  # [P]
     high: np.ndarray  # [P]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make the tables and pictures of a sweep again from the data of its finished runs."""
+
+    out: tyro.conf.Positional[str] = "benchmarks/results/sweep"
+    """folder of a sweep, as its --out names it"""
+
+
+def main(options: ReportOptions) -> None:
+    """Print the table, and name the files that were made.
+
+    Raises:
+        UserError: the folder holds no finished runs.
+    """
+    out = Path(options.out)
+    if not list((out / "jobs").glob("*.json")):
+        raise UserError(f"{out} holds no finished runs; give a folder of benchmarks/sweep.py")
+    write_report(out)
+    print((out / "results.md").read_text())
+    made = [*sorted(out.glob("*.csv")), *sorted(out.glob("*.png"))]
+    print("files:", ", ".join(map(str, [out / "results.md", *made])))
 
 
 def read_curve(rows: list[tuple[int, float, str, float]]) -> Curve:
@@ -229,3 +261,8 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file as a whole, so that a killed sweep leaves no half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.write_atomically(path, text)
+
+
+if __name__ == "__main__":
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(ReportOptions, sys.argv[1:], __doc__ or ""))

@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 def load(
     run_dir: str | Path, step: int | str = "latest", changes: dict[str, Any] | None = None
 ) -> "Policy":
-    """Load a run folder's policy; see `common.run.load.load`."""
+    """Load a run folder's policy; see `common.run.load.load`. Open only folders that you trust."""
     from common.run.load import load as load_policy
 
     return load_policy(run_dir, step, changes)

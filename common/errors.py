@@ -9,6 +9,11 @@ class UserError(ValueError):
     """
 
 
-def one_line(error: Exception) -> str:
-    """Return an exception's text without its line breaks."""
-    return " ".join(str(error).split())
+LONGEST = 580  # characters of a line; what to do stands at its end
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's text without its line breaks, and without the middle of a long one."""
+    text = " ".join(str(error).split())
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[: half - 5]} ... {text[-half:]}"

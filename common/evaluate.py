@@ -3,15 +3,16 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from common.errors import UserError
+from common.ranges import NonNegative, Positive, Range
 
 from common.run import threads
 from common.run.cli import RunOptions, checkpoint_of, exit_codes, parse_flags
-from common.run.config import flag_of
+from common.run.config import check_ranges
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class EvaluateOptions:
 
     run_dir: tyro.conf.Positional[str] = ""
     """folder of a run"""
-    episodes: int = 20
+    episodes: Annotated[int, Range(at_least=1, at_most=100_000)] = 20
     """full episodes to play"""
-    max_steps: int = RunOptions.eval_max_steps
+    max_steps: Positive[int] = RunOptions.eval_max_steps
     """steps after which an episode is cut off"""
-    seed: int | None = None
+    seed: NonNegative[int] | None = None
     """seed of the episodes; the run's if not given"""
     stochastic: bool = False
     """draw actions from the policy instead of taking its mode"""
@@ -40,9 +41,7 @@ def main(options: EvaluateOptions) -> None:
     """Print `mean ± std` of the raw return."""
     if not options.run_dir:
         raise UserError("give a run folder, such as one under runs/; see --help")
-    for name in ("episodes", "max_steps"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{flag_of(name)} must be 1 or more, got {getattr(options, name)}")
+    check_ranges(options)
     checkpoint = checkpoint_of(options.checkpoint)
     threads.use_cores(1)
     from common.run.evaluator import episodes, shown_return, still_running

@@ -4,6 +4,7 @@
 fail at its step 100. With `once=PATH` a copy fails only if that file does not exist, and makes it.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ EPISODE = 20
 class Failing(gym.Env):
     """Four numbers, two actions, 20 steps an episode, and one fault."""
 
-    def __init__(self, fault: str = "none", at: int = 100, once: str = "") -> None:
-        self.fault, self.at, self.once = fault, at, once
+    def __init__(
+        self, fault: str = "none", at: int = 100, once: str = "", closing: bool = False
+    ) -> None:
+        self.fault, self.at, self.once, self.closing = fault, at, once, closing
         self.observation_space: spaces.Space = spaces.Box(-1, 1, (4,), np.float32)
         self.action_space: spaces.Space = spaces.Discrete(2)
         if fault == "space":
@@ -26,9 +29,23 @@ class Failing(gym.Env):
         if fault == "construct":
             raise RuntimeError("no such\nmaze")
         self.steps = 0
+        if at == 0:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.fault == "exit":
+            sys.exit(0)
+        if self.fault == "interrupt":
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        if self.closing:
+            sys.exit(0)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
+        if self.at == 1:
+            self._leave()
         if self.fault == "reset":
             raise RuntimeError("the maze is shut")
         if self.fault == "reset_shape":
@@ -41,6 +58,8 @@ class Failing(gym.Env):
         self.left -= 1
         obs, reward, terminated = self._obs(), 1.0, self.left == 0
         fault = self.fault if self._is_due() else "none"
+        if fault != "none":
+            self._leave()
         if fault == "raise":
             raise RuntimeError("the maze fell down")
         if fault == "nan_obs":

@@ -52,6 +52,10 @@ def test_what_lies_inside_is_accepted(fields):
         ({"size": True}, "--size must be a whole number, got True"),
         ({"size": 2**31}, "--size must be below 2147483648, got 2147483648"),
         ({"rate": 0.0}, "--rate must be above 0, got 0.0"),
+        ({"rate": 10**400}, f"--rate must be 3.40282e+38 or less, got {10**400}"),
+        ({"name": None}, "--name must be a text, got None"),
+        ({"flag": 1}, "--flag must be true or false, got 1"),
+        ({"free": 2.0}, "--free must be a whole number, got 2.0"),
         ({"rate": math.inf}, "--rate must be a finite number, got inf"),
         ({"rate": math.nan}, "--rate must be a finite number, got nan"),
         ({"rate": "1"}, "--rate must be a finite number, got '1'"),
@@ -79,6 +83,34 @@ def test_a_config_checks_itself(algo):
         replace(config, num_envs=3)
     with pytest.raises(UserError, match=r"--seed must be a whole number, got 1\.5"):
         type(config)(seed=1.5)
+
+
+BAD_FIELDS: dict[str, tuple[dict, str]] = {
+    "number for an id": (dict(env_id=3), "--env-id must be a text, got 3"),
+    "no id": (dict(env_id=""), "--env-id needs a value, got ''"),
+    "text for a list": (dict(env_kwargs="a=1"), "--env-kwargs must be a list of words, got 'a=1'"),
+    "list for a tuple": (dict(env_kwargs=["a=1"]), "--env-kwargs must be a list of words"),
+    "dict for a tuple": (dict(env_kwargs={"a": 1}), "--env-kwargs must be a list of words"),
+    "numbers in a tuple": (dict(env_kwargs=(1,)), "--env-kwargs must be a list of words"),
+    "number for a module": (dict(env_module=3), "--env-module must be a text, got 3"),
+    "no such backend": (dict(env_backend="foo"), "--env-backend must be one of auto, envpool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_field_is_held_to_its_type(algo, name):
+    fields, message = BAD_FIELDS[name]
+    with pytest.raises(UserError) as raised:
+        importlib.import_module(f"algos.{algo}").Config(**fields)
+    assert message in str(raised.value)
+
+
+def test_bools_and_choices_are_held_to_their_types():
+    with pytest.raises(UserError, match="--normalize-obs must be true or false, got 'yes'"):
+        importlib.import_module("algos.ppo").Config(normalize_obs="yes")
+    with pytest.raises(UserError, match="--core must be one of lstm, gru, got 'rnn'"):
+        importlib.import_module("algos.ppo_rnn").Config(core="rnn")
 
 
 @pytest.mark.parametrize("algo", ["dqn", "ddpg", "td3", "sac", "sac_discrete"])

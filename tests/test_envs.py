@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -34,6 +35,7 @@ from common.envs import (
     config_backend,
     make_env,
     require_action_space,
+    require_bounded_actions,
     resolve_backend,
     scale_action,
 )
@@ -375,6 +377,35 @@ def test_unsupported_spaces(observation_space: Any, action_space: Any, named: st
     assert named in refusal(env_id=env_id)
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (0,), np.float32),
+        spaces.Box(-1, 1, (3, 0), np.float32),
+        spaces.MultiDiscrete([]),
+        spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(-1, 1, (0,), np.float32)),
+        spaces.Dict({}),
+        spaces.Tuple(()),
+    ],
+)
+def test_empty_spaces(space: Any) -> None:
+    env_id, full = "ToyEmpty-v0", spaces.Discrete(2)
+    for what, both in {"observation": (space, full), "action": (full, space)}.items():
+        gym.registry.pop(env_id, None)
+        gym.register(env_id, partial(EchoEnv, *both))
+        text = refusal(env_id=env_id).lower()
+        assert "empty" in text and f"{what} space" in text
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(10**12), spaces.MultiDiscrete([2, 10**10])])
+def test_spaces_of_more_values_than_a_network_can_have(space: Any) -> None:
+    env_id, small = "ToyVast-v0", spaces.Discrete(2)
+    for what, both in {"observation": (space, small), "action": (small, space)}.items():
+        gym.registry.pop(env_id, None)
+        gym.register(env_id, partial(EchoEnv, *both))
+        assert f"{what} space {space}" in refusal(env_id=env_id)
+
+
 def test_env_module_registers_an_environment(tmp_path: Any, monkeypatch: Any) -> None:
     code = "import gymnasium, toy_envs\ngymnasium.register('ToyOwn-v0', toy_envs.CountEnv)\n"
     (tmp_path / "own_envs.py").write_text(code)
@@ -497,6 +528,16 @@ def test_dimensions_without_two_finite_bounds_are_only_clipped():
         warnings.simplefilter("error")
         action = scaled(space, [[0.5, 0.5, 2.5, 0.5], [-70, -70, 0, -70], [70, 70, 70, 70]])
     assert action.tolist() == [[0.5, 0.5, 2.5, 2], [-70, -70, 1, -4], [70, 3, 70, 4]]
+
+
+@pytest.mark.parametrize("largest", [1e308, np.inf])
+def test_bounds_must_be_finite_in_float32(largest):
+    env = ClosingEnv(spaces.Box(-largest, largest, (2,), np.float64))
+    with pytest.raises(UserError, match="float32"):
+        require_bounded_actions("sac", env)
+    assert env.closed
+    widest = float(np.finfo(np.float32).max)
+    require_bounded_actions("sac", ClosingEnv(spaces.Box(-widest, widest, (2,), np.float64)))
 
 
 def test_the_widest_bounds_do_not_overflow():

@@ -27,6 +27,11 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "positional": ("CartPole-v1", ["'CartPole-v1'", "--help"]),
     "flag without value": ("--seed", ["--seed takes a whole number", "no value", "--help"]),
     "flag before another": ("--seed --track", ["--seed takes a whole number", "no value"]),
+    "tags without value": ("--wandb-tags", ["--wandb-tags takes a list of words, got no value"]),
+    "tags of nothing": ("--wandb-tags=", ["--wandb-tags takes a list of words, got no value"]),
+    "kwargs without value": ("--env-kwargs --seed 2", ["--env-kwargs takes a list", "no value"]),
+    "bare --": ("--", ["unknown argument '--'", "--help"]),
+    "bare -- before a flag": ("-- --seed 3", ["unknown argument '--'", "--help"]),
     "two values": ("--seed 1 2", ["'2'", "--help"]),
     "text for int": ("--seed abc", ["--seed takes a whole number", "'abc'", "--help"]),
     "float for int": ("--num-envs=1.5", ["--num-envs takes a whole number", "'1.5'"]),
@@ -38,6 +43,9 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "wandb mode": ("--wandb-mode x", ["'x'", "online, offline"]),
     "no preset": ("--preset=", ["--preset needs a value, got ''"]),
     "no resume": ("--resume=", ["--resume needs a value, got ''"]),
+    "no runs": ("--runs-dir=", ["--runs-dir needs a value, got ''"]),
+    "no module": ("--env-module=", ["--env-module needs a value, got ''"]),
+    "no id": ("--env-id=", ["--env-id needs a value, got ''"]),
     "no config": ("--config=", ["--config needs a value, got ''"]),
     "abbreviation": ("--lr 1e-3", ["'--lr'", "did you mean --learning-rate?"]),
     "preset": ("--preset small", ["--preset 'small'", "auto, classic, atari"]),
@@ -91,7 +99,12 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
         "--frame-stack 3",
         ["--frame-stack 3", "(4,)", "use --frame-stack 1"],
     ),
-    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be above 0, got 0"]),
+    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be between 1 and 100000"]),
+    "eval_episodes 2**31 - 1": (
+        "--eval-episodes 2147483647",
+        ["--eval-episodes must be between 1 and 100000, got 2147483647"],
+    ),
+    "learning_rate beyond float32": ("--learning-rate 1e39", ["--learning-rate", "3.40282e+38"]),
     "eval_frequency -1": ("--eval-frequency -1", ["--eval-frequency must be 0 or more, got -1"]),
     "keep_checkpoints 0": ("--keep-checkpoints 0", ["--keep-checkpoints must be above 0"]),
     "checkpoint_frequency -1": (
@@ -192,7 +205,15 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
             [f"{algo} scales its actions to their bounds, {env_id}", "finite bounds"],
         )
         for algo in ("ddpg", "td3", "sac")
-        for name, env_id in {"no bounds": "ToyUnbounded-v0", "one bound": "ToyOneBound-v0"}.items()
+        for name, env_id in {
+            "no bounds": "ToyUnbounded-v0",
+            "one bound": "ToyOneBound-v0",
+            "bounds beyond float32": "ToyEndless-v0",
+        }.items()
+    },
+    **{
+        f"no actions, {algo}": (algo, "--env-id ToyNoActions-v0", ["empty action space", "Toy"])
+        for algo in ("sac", "ppo")
     },
     "whole numbers for actions": ("sac", "--env-id ToyWholeActions-v0", ["sac needs a Box action"]),
     **{
@@ -252,6 +273,8 @@ for toy_id, action_space in {
     "ToyUnbounded-v0": spaces.Box(-np.inf, np.inf, (2,), np.float32),
     "ToyOneBound-v0": spaces.Box(np.float32([-1, -1]), np.float32([1, np.inf])),
     "ToyWholeActions-v0": spaces.Box(0, 3, (2,), np.int32),
+    "ToyEndless-v0": spaces.Box(-1e308, 1e308, (2,), np.float64),
+    "ToyNoActions-v0": spaces.Box(-1, 1, (0,), np.float32),
 }.items():
     gym.register(toy_id, partial(EchoEnv, spaces.Box(-1, 1, (3,), np.float32), action_space))
 
@@ -271,6 +294,35 @@ BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
     "action space": ("--env-id Pendulum-v1", ["dqn", "Discrete", "Box(-2.0, 2.0", "Pendulum-v1"]),
     "two players": ("--env-id pgx/connect_four", ["connect_four", "2 players", "pgx/2048"]),
     "kwargs without =": ("--env-kwargs frame_skip", ["--env-kwargs", "'frame_skip'", "KEY=VALUE"]),
+    "kwargs too deep": (f"--env-kwargs x={'-' * 100_000}1", ["--env-kwargs x", "a number"]),
+    "kwargs too long": (f"--env-kwargs x={'9' * 5000}", ["999 ... 999", "max_episode_steps"]),
+    "kwargs without a hash": ("--env-kwargs x={[]:1}", ["--env-kwargs x", "{[]:1}", "a number"]),
+    "no episode": ("--env-kwargs max_episode_steps=0", ["max_episode_steps=0", "1 or more"]),
+    "truth for steps": ("--env-kwargs max_episode_steps=True", ["=True", "a whole number"]),
+    "text for steps": ("--env-kwargs max_episode_steps=1e3", ["=1000.0", "a whole number"]),
+    "endless threshold": ("--env-kwargs reward_threshold=1e999", ["=inf", "finite number"]),
+    "threads below 0": ("--env-kwargs num_threads=-3", ["num_threads=-3", "between 0 and 1024"]),
+    "too many threads": ("--env-kwargs num_threads=100000", ["=100000", "between 0 and 1024"]),
+    "kwargs that follow from others": (
+        "--env-kwargs max_num_players=2",
+        ["max_num_players", "num_thr"],
+    ),
+    "kwargs that end envpool's process": (
+        "--env-id Pong-v5 --env-kwargs stack_num=0",
+        ["{'stack_num': 0}", "Pong-v5", "noop_max"],
+    ),
+    "steps beyond 32 bits": (
+        "--env-id gymnax/CartPole-v1 --env-kwargs max_steps_in_episode=99999999999999",
+        ["max_steps_in_episode must be between 1 and", "99999999999999"],
+    ),
+    "no steps": (
+        "--env-id gymnax/CartPole-v1 --env-kwargs max_steps_in_episode=0",
+        ["max_steps_in_episode must be between 1 and", "got 0"],
+    ),
+    "gravity beyond 32 bits": (
+        "--env-id gymnax/CartPole-v1 --env-kwargs gravity=1e400",
+        ["gravity must be between", "got inf"],
+    ),
     "kwargs unknown to envpool": (
         "--env-kwargs gravity=1",
         ["gravity", "CartPole-v1", "max_episode_steps"],
@@ -286,6 +338,18 @@ BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
     "raises when made": (
         "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=construct",
         ["Failing-v0", "no such maze"],
+    ),
+    "exits when made": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=exit at=0",
+        ["Failing-v0", "SystemExit: 0"],
+    ),
+    "interrupts when made": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=interrupt at=0",
+        ["Failing-v0", "KeyboardInterrupt"],
+    ),
+    "exits at reset": (
+        "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=exit at=1",
+        ["SystemExit: 0", "--debug"],
     ),
     "raises at reset": (
         "--env-module failing_envs --env-id Failing-v0 --env-kwargs fault=reset",
@@ -304,6 +368,8 @@ BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
 # These fail inside the compiled loop, before the first log point.
 LATE_FAULTS: dict[str, list[str]] = {
     "raise": ["RuntimeError", "the maze fell down", "--debug"],
+    "exit": ["SystemExit: 0", "--debug"],
+    "interrupt": ["KeyboardInterrupt", "--debug"],
     "nan_obs": ["not finite", "mend the environment"],
     "nan_reward": ["not finite", "mend the environment"],
     "dtype": ["complex64", "float32"],
@@ -361,6 +427,25 @@ def test_environment_that_fails_before_the_first_log_point(capsys, tmp_path, fau
     check(ran, ["Failing-v0", *LATE_FAULTS[fault]], runs)
 
 
+def test_help_names_the_presets(capsys):
+    for flag in ("--help", "-h"):
+        ran = run_here(capsys, flag)
+        assert ran.code == 0 and "auto, classic, atari" in " ".join(ran.out.split())
+
+
+def test_a_close_that_fails_changes_nothing(capsys, tmp_path):
+    runs = tmp_path / "runs"
+    flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", runs]
+    ran = run_here(capsys, *SHORT, *flags, "--env-kwargs", "closing=True")
+    assert ran.code == 0 and list(runs.glob("*/result.json"))
+    assert set(ran.err.splitlines()) == {
+        "warning: close: the environment raised SystemExit: 0; "
+        "mend the environment (--debug shows the traceback)"
+    }
+    ran = run_here(capsys, *SHORT, *flags, "--env-kwargs", "closing=True", "fault=raise", "at=30")
+    assert ran.code == 2 and "error: Failing-v0: the environment raised RuntimeError" in ran.err
+
+
 def test_a_vector_is_no_stack_of_frames():
     with pytest.raises(UserError, match="--frame-stack 4"):
         Trainer(Config(frame_stack=4))  # CartPole-v1 observes 4 numbers
@@ -386,6 +471,17 @@ def test_evaluate_episodes(capsys, tmp_path, episodes):
     check(ran, ["--episodes", episodes], tmp_path)
 
 
+def test_ctrl_c_in_the_code_of_an_environment(capsys, tmp_path):
+    """Without signals collected, Ctrl-C raises KeyboardInterrupt wherever Python is."""
+    runs = tmp_path / "runs"
+    flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", runs]
+    assert run_here(capsys, *SHORT, *flags).code == 0
+    (folder,) = runs.iterdir()
+    edit_config(folder, env_kwargs=["fault=interrupt", "at=5"])
+    ran = run_here(capsys, folder, module="common.evaluate")
+    assert (ran.code, ran.out, ran.err) == (130, "", "stopped by SIGINT\n")
+
+
 def test_evaluate_flags(capsys, tmp_path):
     def evaluate(*args):
         return run_here(capsys, *args, module="common.evaluate")
@@ -408,10 +504,13 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
     "float for int": ('{"num_envs": 2.5}', ["'num_envs'", "2.5", "a whole number"]),
     "int for bool": ('{"track": 1}', ["'track'", "1", "true or false"]),
     "bool for int": ('{"seed": true}', ["'seed'", "True", "a whole number"]),
+    "null character": ('{"runs_dir": "a\\u0000b"}', ["'runs_dir'", "'a\\x00b'", "a text"]),
     "null": ('{"seed": null}', ["'seed'", "None", "a whole number"]),
     "choice": ('{"env_backend": "gym"}', ["'gym'", "auto, envpool, gymnasium, jax"]),
     "text for a list": ('{"env_kwargs": "a=1"}', ["'env_kwargs'", "'a=1'", "a list"]),
     "NaN": ('{"gamma": NaN}', ["--gamma", "nan"]),
+    "too deep": ("[" * 100_000, ["nested too deeply", "give a JSON file"]),
+    "beyond floats": (f'{{"learning_rate": 1{"0" * 400}}}', ["--learning-rate", "3.40282e+38"]),
     "range": ('{"tau": 2}', ["--tau must be between 0 and 1, got 2"]),
     "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, atari"]),
 }

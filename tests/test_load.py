@@ -1,5 +1,6 @@
 """The policy that a run leaves: loaded, served with numpy, and evaluated."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -166,6 +167,43 @@ def test_a_policy_is_the_code_that_trained_it(tmp_path):
     assert code != (folder / "dqn.py").read_text()
     obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     assert not load(folder).predict(obs).any()
+
+
+# entries to change (None: to leave out), and what the line must hold
+BAD_SAVED: dict[str, tuple[dict, list[str]]] = {
+    "text for a number": (dict(gamma="high"), ["'gamma'", "'high'", "a number"]),
+    "null": (dict(num_envs="null"), ["'num_envs'", "None", "a whole number"]),
+    "list for a number": (dict(seed=[1]), ["'seed'", "[1]", "a whole number"]),
+    "text for a list": (dict(env_kwargs="a=1"), ["'env_kwargs'", "'a=1'", "a list of words"]),
+    "text for a count of seeds": (dict(num_seeds="2"), ["'num_seeds'", "'2'", "a whole number"]),
+    "below its range": (dict(batch_size=-1), ["config.json", "--batch-size must be above 0"]),
+    "unknown entry": (dict(gama=0.9), ["'gama'", "did you mean 'gamma'?"]),
+    "no environment": (dict(env_id=None), ["lacks the entry 'env_id'"]),
+    "no algorithm": (dict(algo=None), ["not a run folder"]),
+    "number for a version": (dict(version=5), ["Quartet 5"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAVED)
+def test_load_refuses_a_damaged_config(name, tmp_path):
+    folder, (changes, words) = finished_run()[0], BAD_SAVED[name]
+    saved = json.loads((folder / "config.json").read_text()) | changes
+    saved = {
+        k: None if v == "null" else v for k, v in saved.items() if v is not None or k not in changes
+    }
+    shutil.copyfile(folder / "dqn.py", tmp_path / "dqn.py")
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError) as raised:
+        load(tmp_path)
+    assert not [word for word in [str(tmp_path), *words] if word not in str(raised.value)]
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('half')", "from common import no_such_name"])
+def test_load_refuses_a_copy_that_cannot_be_imported(code, tmp_path):
+    shutil.copyfile(finished_run()[0] / "config.json", tmp_path / "config.json")
+    (tmp_path / "dqn.py").write_text(code)
+    with pytest.raises(UserError, match="not a run folder"):
+        load(tmp_path)
 
 
 SPACES = {

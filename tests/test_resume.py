@@ -288,7 +288,7 @@ def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("fault", ["raise", "nan_reward"])
+@pytest.mark.parametrize("fault", ["raise", "nan_reward", "exit", "interrupt"])
 def test_an_environment_that_fails_late_leaves_a_checkpoint(capsys, tmp_path, fault):
     flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", tmp_path]
     kwargs = ["--env-kwargs", f"fault={fault}", "at=300", f"once={tmp_path}/mended"]

@@ -18,6 +18,7 @@ from common.envs.env import (
     EnvState,
     EpisodeSummary,
     TimeStep,
+    failures,
     scale_action,
     sub_spaces,
 )
@@ -42,6 +43,7 @@ EnvBackend = Literal["auto", "envpool", "gymnasium", "jax"]
 Purpose = Literal["train", "evaluate", "video"]
 PURPOSES = ("train", "evaluate", "video")
 KINDS = spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary
+MOST_VALUES = 1_000_000  # of a Discrete space; a layer of 120 units on them takes half a GB
 
 
 class EnvConfig(Protocol):
@@ -88,6 +90,8 @@ def make_env(
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
     _check_mask(config.env_id, env.observation_space, env.action_space)
+    _check_size(config.env_id, "observation", env.observation_space)
+    _check_size(config.env_id, "action", env.action_space)
     return env
 
 
@@ -195,9 +199,9 @@ def _registered_by(module: str) -> set[str]:
         sys.path.append("")
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except failures() as error:
         raise UserError(
-            f"--env-module {module!r} could not be imported ({error}); "
+            f"--env-module {module!r} could not be imported ({error!r}); "
             "give a module in this folder or on PYTHONPATH that registers the environment"
         ) from error
     return {name for name, spec in gymnasium.registry.items() if before.get(name) is not spec}
@@ -213,6 +217,11 @@ def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             options[name] = text
+        except (TypeError, MemoryError, RecursionError) as error:
+            raise UserError(
+                f"--env-kwargs {name} has a value that Python cannot read: {text}; "
+                "give a number, a text, or a short list of them"
+            ) from error
     return options
 
 
@@ -250,6 +259,22 @@ def _check_mask(env_id: str, obs_space: spaces.Space, action_space: Any) -> None
         )
 
 
+def _check_size(env_id: str, what: str, space: spaces.Space) -> None:
+    parts = sub_spaces(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
+    for part in parts.values():
+        _check_size(env_id, what, part)
+    if not parts and (space.shape is None or 0 in space.shape):
+        raise UserError(
+            f"{env_id} has the empty {what} space {space}; give every part at least one number"
+        )
+    counts = getattr(space, "nvec", getattr(space, "n", 0))
+    if np.max(counts) > MOST_VALUES:
+        raise UserError(
+            f"{env_id} has the {what} space {space}, and networks have weights for each value; "
+            f"wrap it to give at most {MOST_VALUES}"
+        )
+
+
 def require_action_space(algo: str, env: Env, *kinds: type[spaces.Space]) -> None:
     """Raise a UserError if the action space of `env` is not of a kind that `algo` takes."""
     space = env.action_space
@@ -268,12 +293,13 @@ def require_bounded_actions(algo: str, env: Env) -> None:
     """Raise a UserError unless the actions of `env` are floats between finite bounds."""
     require_action_space(algo, env, spaces.Box)
     space: Any = env.action_space
-    if space.is_bounded():
+    # Actions are scaled in float32, up to its largest number: 1e308 of a float64 Box is infinite.
+    if np.abs(np.array([space.low, space.high], np.float64)).max() <= np.finfo(np.float32).max:
         return
     env.close()
     raise UserError(
         f"{algo} scales its actions to their bounds, {env.env_id} has {space} without finite ones; "
-        "wrap it to give its action space finite bounds"
+        "wrap it to give its action space finite bounds, in float32 too"
     )
 
 

@@ -14,6 +14,7 @@ and returns the first observation of the next episode. So `obs` of row t + 1 is 
 next observation of row t, and `valid = ~ended` marks the rows that hold no transition.
 """
 
+import signal
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -55,7 +56,7 @@ class Backend(Protocol):
     observation_space: spaces.Space
     action_space: spaces.Space
     restorable: bool  # a saved `inner` continues the very same episodes
-    failure: Exception | None  # why `failed` was set
+    failure: BaseException | None  # why `failed` was set
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """Start N episodes: a key -> (inner state, obs [N, *obs])."""
@@ -171,10 +172,13 @@ class Env:
         Raises:
             UserError: the environment raised, or gave a value that is not finite, or was given an
                 action outside its space.
+            KeyboardInterrupt: Ctrl-C, where it raises that.
         """
         fault = int(state.fault.max())
         if fault == HOST_FAILURE:
             failure = self.backend.failure or RuntimeError("unknown failure")
+            if not isinstance(failure, failures()):
+                raise failure
             raise UserError(f"{self.env_id}: {describe_failure(failure)}") from failure
         if fault == NOT_FINITE:
             raise UserError(
@@ -291,7 +295,17 @@ def to_space(space: spaces.Space, action: Any) -> Any:
     return action + space.start
 
 
-def describe_failure(failure: Exception) -> str:
+def failures() -> tuple[type[BaseException], ...]:
+    """Return what counts as a failure of an environment: anything, such as sys.exit() in its code.
+
+    A KeyboardInterrupt does not where Ctrl-C raises it; the runner collects signals instead.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return Exception, SystemExit
+    return (BaseException,)
+
+
+def describe_failure(failure: BaseException) -> str:
     """Return one line about an exception that an environment raised."""
     text = one_line(failure) or "no message"
     if isinstance(failure, UserError):

@@ -1,7 +1,11 @@
 """envpool: C++ environments, stepped by XLA itself wherever their dtypes allow it."""
 
+import functools
 import importlib
+import math
 import os
+import subprocess
+import sys
 from typing import Any
 
 import envpool
@@ -15,6 +19,7 @@ from common.envs.env import BackendStep
 from common.envs.host import HostStep
 from common.envs.wide_fields import wide_xla
 from common.errors import UserError, one_line
+from common.ranges import Range, accepted, fits
 
 CHEAP_FAMILIES = ("classic_control", "toy_text", "box2d", "minigrid")
 
@@ -33,11 +38,12 @@ def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: b
         defaults |= {"episodic_life": True, "reward_clip": True}
     options = defaults | kwargs
     try:
-        if not _OURS.isdisjoint(kwargs):
-            raise TypeError("options that follow from num_envs and seed")
+        _check_options(env_id, kwargs)
         pool = envpool.make(
             env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, **options
         )
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(_refusal(env_id, kwargs, error)) from error
     if pool.config["max_num_players"] > 1:
@@ -45,17 +51,68 @@ def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: b
     return pool
 
 
-_OURS = {"num_envs", "batch_size", "seed", "env_seed", "base_path", "gym_reset_return_info"}
+_OURS = {
+    *("num_envs", "batch_size", "max_num_players", "seed", "env_seed"),
+    *("base_path", "gym_reset_return_info"),
+}
+_LIMITS = {
+    "max_episode_steps": Range(at_least=1),
+    "frame_skip": Range(at_least=1),
+    "num_threads": Range(at_least=0, at_most=1024),  # more than the system grants end the process
+}
+_REHEARSAL = """
+import ast, sys, envpool
+options = ast.literal_eval(sys.argv[2])
+envpool.make(sys.argv[1], env_type="gymnasium", num_envs=1, seed=1, **options).reset()
+"""
+
+
+def _defaults(env_id: str) -> dict[str, Any]:
+    """Return the options of an environment that a user may set."""
+    module, name, _ = envpool.registration.registry.specs[env_id]
+    spec = getattr(importlib.import_module(module), name)
+    pairs = zip(spec._config_keys, spec._default_config_values, strict=True)
+    return {key: value for key, value in pairs if key not in _OURS}
+
+
+def _check_options(env_id: str, kwargs: dict[str, Any]) -> None:
+    """Refuse options that envpool takes without a word, or that end the process.
+
+    Raises:
+        TypeError: the option follows from num_envs and seed.
+        UserError: the value has the wrong type, is out of range, or is more than envpool bears.
+    """
+    if not _OURS.isdisjoint(kwargs):
+        raise TypeError("options that follow from num_envs and seed")
+    defaults, unsure = _defaults(env_id), {}
+    for name in defaults.keys() & kwargs.keys():
+        value, kind = kwargs[name], type(defaults[name])
+        option = f"{env_id} was given --env-kwargs {name}={value}"
+        if kind in (int, float, bool, str) and not fits(value, kind):
+            raise UserError(f"{option}; give {accepted(kind)}")
+        if kind is float and not math.isfinite(value):
+            raise UserError(f"{option}; give a finite number")
+        if name in _LIMITS and not _LIMITS[name].holds(value):
+            raise UserError(f"{option}; give a number {_LIMITS[name]}")
+        if kind not in (float, bool) and name not in _LIMITS:
+            unsure[name] = value
+    if unsure:
+        _rehearse(env_id, repr(unsure))
+
+
+@functools.cache
+def _rehearse(env_id: str, options: str) -> None:
+    """Make and reset an environment in another process: some options end theirs by a signal."""
+    command = [sys.executable, "-c", _REHEARSAL, env_id, options]
+    subprocess.run(command, capture_output=True, timeout=60, check=True, start_new_session=True)
 
 
 def _refusal(env_id: str, kwargs: dict[str, Any], error: Exception) -> str:
     if not kwargs or isinstance(error, ImportError):
         return f"envpool could not make {env_id}: {one_line(error)}"
-    module, spec, _ = envpool.registration.registry.specs[env_id]
-    accepted = set(getattr(importlib.import_module(module), spec).gen_config._fields) - _OURS
     return (
         f"envpool refused the options {kwargs} for {env_id}; "
-        f"--env-kwargs accepts {', '.join(sorted(accepted))}"
+        f"--env-kwargs accepts {', '.join(sorted(_defaults(env_id)))}"
     )
 
 

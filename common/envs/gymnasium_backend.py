@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from common.envs.env import sub_spaces, to_space
+from common.envs.env import failures, sub_spaces, to_space
 from common.envs.host import HostStep
 from common.errors import UserError, one_line
 
@@ -65,9 +65,10 @@ class GymnasiumStepper:
             self.envs = SyncVectorEnv(
                 [make_one] * len(seeds), autoreset_mode=AutoresetMode.NEXT_STEP
             )
-        except Exception as error:
+        except failures() as error:
             raise UserError(
-                f"could not make {env_id} with the options {kwargs or 'none'}: {one_line(error)}; "
+                f"could not make {env_id} with the options {kwargs or 'none'}: "
+                f"{type(error).__name__}: {one_line(error)}; "
                 "check --env-kwargs and what the environment needs installed"
             ) from error
         self.seeds = seeds
@@ -90,7 +91,7 @@ class GymnasiumStepper:
         """Return an RGB frame of the first environment."""
         try:
             frame: Any = self.envs.envs[0].render()
-        except Exception as error:
+        except failures() as error:
             raise UserError(f"the environment cannot render: {error!r}") from error
         if not isinstance(frame, np.ndarray):
             raise UserError(f"the environment rendered {type(frame).__name__}, not an RGB array")

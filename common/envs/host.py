@@ -1,5 +1,6 @@
 """Environments that live in Python, stepped from inside the compiled program by `io_callback`."""
 
+import sys
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -9,7 +10,7 @@ from gymnasium import spaces
 from jax import Array
 from jax.experimental import io_callback
 
-from common.envs.env import BackendStep, describe_failure
+from common.envs.env import BackendStep, describe_failure, failures
 from common.errors import UserError
 
 
@@ -59,14 +60,14 @@ class HostBackend:
         self.num_envs = stepper.num_envs
         self.observation_space = stepper.observation_space
         self.action_space = stepper.action_space
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._last_obs: Any = None
 
     def reset(self, key: Array) -> tuple[Any, Any]:
         """Start N episodes; their seeds were given when the environments were made."""
         try:
             self._last_obs = _as_32_bit(self.stepper.reset())
-        except Exception as error:
+        except failures() as error:
             raise UserError(describe_failure(error)) from error
         return (), jax.tree.map(jnp.asarray, self._last_obs)
 
@@ -86,7 +87,8 @@ class HostBackend:
             step = _as_32_bit(self.stepper.step(jax.tree.map(np.asarray, action)))
             self._last_obs = step.obs
             return BackendStep(**step._asdict(), failed=np.False_)
-        except Exception as error:
+        # JAX would make a traceback of an exception that leaves a callback, Ctrl-C's too.
+        except BaseException as error:
             self.failure = error
         no, zero = np.zeros(self.num_envs, np.bool_), np.zeros(self.num_envs, np.float32)
         return BackendStep(self._last_obs, zero, no, no, zero, no, failed=np.True_)
@@ -96,8 +98,11 @@ class HostBackend:
         return self.stepper.render()
 
     def close(self) -> None:
-        """Free the environments."""
-        self.stepper.close()
+        """Free the environments; one that fails in it changes no result, and is only named."""
+        try:
+            self.stepper.close()
+        except failures() as error:
+            print(f"warning: close: {describe_failure(error)}", file=sys.stderr)
 
 
 _NARROW = {np.dtype(f"{kind}8"): np.dtype(f"{kind}4") for kind in "fiu"}

@@ -11,6 +11,7 @@ from jax import Array
 from common.action_masks import MASK_KEY
 from common.envs.env import BackendStep
 from common.errors import UserError, one_line
+from common.ranges import LARGEST, accepted, fits
 
 
 class JaxStep(NamedTuple):
@@ -120,7 +121,9 @@ class GymnaxEnv:
             names |= set(gymnax.make(env_id)[1].__dataclass_fields__)
             options = {k: v for k, v in kwargs.items() if k not in names}
             self.env, params = gymnax.make(env_id, **options)
-            self.params = params.replace(**{k: _number(kwargs[k]) for k in names & set(kwargs)})
+            kinds = {name: field.type for name, field in params.__dataclass_fields__.items()}
+            given = {k: _number(k, kwargs[k], kinds[k]) for k in names & set(kwargs)}
+            self.params = params.replace(**given)
         except Exception as error:
             raise UserError(
                 f"gymnax could not make {env_id} with the options {kwargs or 'none'}: "
@@ -143,10 +146,15 @@ class GymnaxEnv:
         return JaxStep(state, obs, jnp.float32(reward), jnp.bool_(terminated), jnp.bool_(truncated))
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return value
+def _number(name: str, value: Any, kind: Any) -> Any:
+    """Return a parameter's value, which must be a number of 32 bits of its kind."""
+    kind = kind if kind in (int, bool) else float
+    if not fits(value, kind):
+        raise TypeError(f"{name} must be {accepted(kind)}, got {value!r}")
+    least = 1 if name == "max_steps_in_episode" else -LARGEST[kind]
+    if not least <= value <= LARGEST[kind]:
+        raise ValueError(f"{name} must be between {least:g} and {LARGEST[kind]:g}, got {value}")
+    return kind(value)
 
 
 class PgxEnv:
@@ -157,8 +165,11 @@ class PgxEnv:
 
         try:
             self.env = pgx.make(env_id, **kwargs)
-        except TypeError as error:
-            raise UserError(f"pgx refused the options {kwargs} for {env_id}") from error
+        except Exception as error:
+            raise UserError(
+                f"pgx refused the options {kwargs or 'none'} for {env_id} ({one_line(error)}); "
+                "give --env-kwargs that it takes, or leave them out"
+            ) from error
         if self.env.num_players > 1:
             raise UserError(
                 f"pgx/{env_id} has {self.env.num_players} players; single-player ids are pgx/2048 "

@@ -8,26 +8,25 @@ import difflib
 import inspect
 import io
 import itertools
-import json
 import sys
 import textwrap
 import traceback
-import types
 import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import tyro
 from gymnasium import spaces
 
 from common.errors import UserError, one_line
-from common.ranges import NonNegative, Positive
+from common.ranges import NonNegative, Positive, Range, accepted
 
-from common.run.config import check_ranges, flag_of
+from common.run.config import check_ranges, field_values, flag_of, read_object
 from common.run.trainer import Presets, RunConfig
 
 ABBREVIATIONS = {"--lr": "--learning-rate", "--bs": "--batch-size", "--steps": "--total-timesteps"}
+Episodes = Annotated[int, Range(at_least=0, at_most=100_000)]  # of evaluation, counted in 32 bits
 ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
 
 
@@ -53,7 +52,7 @@ class RunOptions:
     config: str | None = None  # JSON file of defaults, such as a run's config.json; flags win
     resume: str | None = None  # run folder to go on with
     eval_frequency: NonNegative[int] = 50_000  # env steps between two; 0: at the end only
-    eval_episodes: NonNegative[int] = 20  # full episodes an evaluation; 0: no evaluation
+    eval_episodes: Episodes = 20  # full episodes an evaluation; 0: no evaluation
     eval_max_steps: Positive[int] = 100_000  # steps after which evaluation cuts an episode off
     checkpoint_frequency: NonNegative[int] = 100_000  # env steps between two; 0: at the end only
     keep_checkpoints: Positive[int] = 2  # latest checkpoints kept; the best one is kept as well
@@ -103,15 +102,15 @@ def parse(
     """
     args = sys.argv[1:] if args is None else list(args)
     early = _early_flags(args)
-    for name in ("config", "resume", "preset"):
-        if getattr(early, name) == "":
-            raise UserError(f"--{name} needs a value, got ''; leave it out, or see --help")
+    for name, value in vars(early).items():
+        if value == "":
+            raise UserError(f"{flag_of(name)} needs a value, got ''; leave it out, or see --help")
     defaults = _defaults(config_class, presets, early)
     groups = {
-        "algorithm": _group(config_class, "algorithm", defaults),
-        "environment": _group(config_class, "environment", defaults),
+        "algorithm": _group(config_class, "algorithm", defaults, presets),
+        "environment": _group(config_class, "environment", defaults, presets),
         "logging": _with_defaults(LoggingOptions, defaults),
-        "run": _with_defaults(RunOptions, defaults | {"config": early.config}),
+        "run": _group(RunOptions, "run", defaults | {"config": early.config}, presets),
     }
     flat_group: Any = tyro.conf.OmitArgPrefixes
     fields = [(name, flat_group[type(group)], group) for name, group in groups.items()]
@@ -119,7 +118,7 @@ def parse(
     summary = sys.modules[config_class.__module__].__doc__ or ""
     parsed = parse_flags(root, args, summary.split("\n\n")[0])
     flat = {f: v for g in (parsed.algorithm, parsed.environment) for f, v in vars(g).items()}
-    options = Options(config_class(**flat), parsed.logging, parsed.run)
+    options = Options(config_class(**flat), parsed.logging, RunOptions(**vars(parsed.run)))
     check_ranges(options.run)
     return options
 
@@ -143,9 +142,10 @@ def algo_of(algorithm: type) -> str:
 
 
 def _early_flags(args: Sequence[str]) -> argparse.Namespace:
-    """Find the flags that choose the defaults of all others."""
+    """Find the flags that choose the defaults of all others, and those that cannot be empty."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "resume", "preset", "env-id", "env-backend"):
+    choosing = ("config", "resume", "preset", "env-id", "env-backend")
+    for flag in (*choosing, "env-module", "runs-dir"):
         names = dict.fromkeys((f"--{flag}", f"--{flag.replace('-', '_')}"))
         parser.add_argument(*names, nargs="?")
     return parser.parse_known_args(args)[0]
@@ -205,65 +205,24 @@ def _read_json(path: Path, flag: str) -> dict[str, Any]:
         "--resume": "a run folder, such as one under runs/",
     }
     try:
-        saved = json.loads(path.read_text())
+        return read_object(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} cannot read {path} ({error}); give {wanted[flag]}") from error
-    if not isinstance(saved, dict):
-        raise UserError(
-            f"{flag}: {path} holds a {type(saved).__name__}, not an object; give {wanted[flag]}"
-        )
-    return saved
 
 
 def _read_config(path: Path, flag: str, config_class: type) -> dict[str, Any]:
     saved = _read_json(path, flag)
     for name in ("algo", "version"):
         saved.pop(name, None)
-    hints: dict[str, Any] = {}
-    for options in (config_class, LoggingOptions, RunOptions):
-        hints |= get_type_hints(options)
-    for name, value in saved.items():
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see --help for the names"
-            raise UserError(f"{flag}: {path} has the unknown entry {name!r}; {hint}")
-        if not _fits(value, hints[name]):
-            raise UserError(
-                f"{flag}: {path} gives {name!r} the value {value!r}, which must be "
-                f"{_accepted(hints[name])}; correct it, or leave the entry out"
-            )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    options = (config_class, LoggingOptions, RunOptions)
+    return field_values(saved, options, f"{flag}: {path}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value has the type of a field."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        return isinstance(value, list) and all(_fits(x, parts[0]) for x in value)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if isinstance(value, bool) or hint is bool:
-        return isinstance(value, bool) and hint is bool
-    return isinstance(value, int | float if hint is float else hint)
-
-
-def _accepted(hint: Any) -> str:
-    """Say what a field takes."""
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is tuple:
-        return "a list of words"
-    if get_origin(hint) in (Union, types.UnionType):
-        return _accepted(get_args(hint)[0])
-    known = {int: "a whole number", float: "a number", bool: "true or false"}
-    return known.get(hint, "a text")
-
-
-def _group(config_class: type, group: str, defaults: dict[str, Any]) -> Any:
+def _group(config_class: type, group: str, defaults: dict[str, Any], presets: Presets) -> Any:
     """Return an instance of a dataclass with the fields of one help group."""
     docs, hints = _field_docs(config_class), get_type_hints(config_class)
+    if "preset" in docs:
+        docs["preset"] += f"; accepted are auto, {', '.join(presets)}"
     fields = []
     for field in dataclasses.fields(config_class):
         if (field.name in ENVIRONMENT_FIELDS) == (group == "environment"):
@@ -300,6 +259,7 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
         SystemExit: after --help.
     """
     hints, printed = _flag_hints(root), io.StringIO()
+    _check_words(hints, args)
     try:
         with contextlib.redirect_stderr(printed):
             result: tuple[Any, list[str]] = tyro.cli(
@@ -318,6 +278,18 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
     kind = "flag" if flag.startswith("-") else "argument"
     hint = f"did you mean {', '.join(near)}? see --help" if near else "see --help for all flags"
     raise UserError(f"unknown {kind} {flag!r}; {hint}")
+
+
+def _check_words(hints: dict[str, Any], args: Sequence[str]) -> None:
+    """Refuse what tyro passes over: a flag of several words with none, and a bare --."""
+    if "--" in args:
+        raise UserError("unknown argument '--'; leave it out, or see --help for all flags")
+    for arg, following in itertools.pairwise([*args, "--"]):
+        name, equals, value = arg.partition("=")
+        flag = name.replace("_", "-")
+        missing = not value if equals else following.startswith("--")
+        if get_origin(hints.get(flag)) is tuple and missing:
+            raise UserError(f"{flag} takes {accepted(hints[flag])}, got no value; see --help")
 
 
 def _flag_hints(root: Any) -> dict[str, Any]:
@@ -342,4 +314,4 @@ def _bad_value(box: str, hints: dict[str, Any], args: Sequence[str]) -> str:
         name, equals, value = arg.partition("=")
         if name.replace("_", "-") == flag and (equals or not following.startswith("--")):
             given = repr(value if equals else following)
-    return f"{flag} takes {_accepted(hints[flag])}, got {given}; see --help"
+    return f"{flag} takes {accepted(hints[flag])}, got {given}; see --help"

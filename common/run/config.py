@@ -1,15 +1,17 @@
-"""Checks of hyper-parameters: the ranges in their types, and combinations that cannot work."""
+"""Checks of hyper-parameters: types, ranges, and combinations that cannot work."""
 
+import difflib
+import json
 import math
 import types
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from common.errors import UserError
-from common.ranges import Range
+from common.ranges import LARGEST, Range, accepted, fits
 
 from common.run.trainer import RunConfig
-
-LARGEST = 2**31 - 1  # of the 32-bit integers that count inside the program
 
 
 class ReplayConfig(RunConfig, Protocol):
@@ -41,12 +43,14 @@ class RolloutConfig(RunConfig, Protocol):
 
 
 def check_config(config: RunConfig) -> None:
-    """Check what holds for every algorithm: ranges, and whole vector steps.
+    """Check what holds for every algorithm: types, ranges, an id, and whole vector steps.
 
     Raises:
-        UserError: the first field that is out of range, with what is accepted.
+        UserError: the first field that cannot be used, with what is accepted.
     """
     check_ranges(config)
+    if not config.env_id:
+        raise UserError("--env-id needs a value, got ''; see docs/environments.md for the ids")
     total, num_envs = config.total_timesteps, config.num_envs
     if total % num_envs:
         below = total // num_envs * num_envs
@@ -57,32 +61,33 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_ranges(options: object) -> None:
-    """Check the fields of a dataclass against the ranges in their types (`common.ranges`).
+    """Check the fields of a dataclass against their types, and the ranges in them.
 
     Raises:
-        UserError: the first field that is out of range, with what is accepted.
+        UserError: the first field of another type or out of range, with what is accepted.
     """
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         value = getattr(options, name)
         if get_origin(hint) in (Union, types.UnionType) and value is not None:
             hint = get_args(hint)[0]
-        if get_origin(hint) is Annotated:
-            kind, *details = get_args(hint)
-            for accepted in details:
-                if isinstance(accepted, Range):
-                    _check_number(flag_of(name), value, kind, accepted)
+        kind, *details = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        ranges = [detail for detail in details if isinstance(detail, Range)]
+        for limits in ranges:
+            _check_number(flag_of(name), value, kind, limits)
+        if not ranges and not fits(value, kind):
+            raise UserError(f"{flag_of(name)} must be {accepted(kind)}, got {value!r}")
 
 
-def _check_number(flag: str, value: Any, kind: type, accepted: Range) -> None:
-    kinds = int if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+def _check_number(flag: str, value: Any, kind: type, limits: Range) -> None:
+    if not fits(value, kind) or not abs(value) < math.inf:
         raise UserError(
             f"{flag} must be a {'whole' if kind is int else 'finite'} number, got {value!r}"
         )
-    if not accepted.holds(value):
-        raise UserError(f"{flag} must be {accepted}, got {value}")
-    if kind is int and abs(value) > LARGEST:
-        raise UserError(f"{flag} must be below {LARGEST + 1}, got {value}")
+    if not limits.holds(value):
+        raise UserError(f"{flag} must be {limits}, got {value}")
+    if abs(value) > LARGEST[kind]:
+        most = f"below {LARGEST[int] + 1}" if kind is int else f"{LARGEST[float]:g} or less"
+        raise UserError(f"{flag} must be {most}, got {value}")
 
 
 def check_replay(config: ReplayConfig) -> None:
@@ -113,9 +118,9 @@ def check_updates(updates_per_step: float, total_timesteps: int) -> None:
     """
     if updates_per_step < 1e-3:
         raise UserError(f"--updates-per-step must be at least 0.001, got {updates_per_step}")
-    if total_timesteps * updates_per_step > LARGEST:
+    if total_timesteps * updates_per_step > LARGEST[int]:
         raise UserError(
-            f"--updates-per-step {updates_per_step} makes more than {LARGEST} updates of "
+            f"--updates-per-step {updates_per_step} makes more than {LARGEST[int]} updates of "
             f"--total-timesteps {total_timesteps}; lower one of them"
         )
 
@@ -150,3 +155,42 @@ def check_minibatches(num_minibatches: int, rows: int, what: str) -> None:
 def flag_of(name: str) -> str:
     """Return a field's command-line flag."""
     return "--" + name.replace("_", "-")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        saved = json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"it holds a {type(saved).__name__}, not an object")
+    return saved
+
+
+def field_values(saved: dict[str, Any], options: Sequence[type], where: str) -> dict[str, Any]:
+    """Return the entries of a JSON object as values of the fields of some dataclasses.
+
+    Raises:
+        UserError: an entry that is no field, or has another type; `where` names the object.
+    """
+    hints: dict[str, Any] = {}
+    for one in options:
+        hints |= get_type_hints(one)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+    for name, value in values.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see --help for the names"
+            raise UserError(f"{where} has the unknown entry {name!r}; {hint}")
+        if not fits(value, hints[name]):
+            raise UserError(
+                f"{where} gives {name!r} the value {saved[name]!r}, which must be "
+                f"{accepted(hints[name])}; correct it, or leave the entry out"
+            )
+    return values

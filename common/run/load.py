@@ -1,7 +1,6 @@
 """A trained policy as a numpy function, for deployment, videos and Gymnasium loops."""
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +13,12 @@ from gymnasium import spaces
 
 from common import __version__
 from common.envs.env import sub_spaces, to_space
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.networks import Memory
 
 from common.run.checkpoint import Checkpoints, go_on_from, restore_state
+from common.run.cli import LoggingOptions, RunOptions
+from common.run.config import field_values, read_object
 from common.run.trainer import Trainer
 
 OLDEST = "0.1.0"  # the release that wrote no version into config.json
@@ -66,6 +67,9 @@ def load(
 ) -> Policy:
     """Load a run folder's policy, and the trainer as it stood at that step.
 
+    This runs the algorithm file that the folder keeps, and imports the `env_module` that its
+    config.json names: open only run folders that you trust.
+
     Args:
         run_dir: a folder under runs/.
         step: a checkpoint's step, "latest" or "best".
@@ -83,13 +87,7 @@ def load(
         raise UserError(
             f"{saved['algo']}.py in {folder} has no {unknown[0]!r} to change; leave it out"
         )
-    if saved.get("num_seeds", 1) > 1:
-        raise UserError(
-            f"{folder} holds {saved['num_seeds']} seeds; give one of its folders, such as "
-            f"{folder}/seed_{saved['seed']}"
-        )
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in names}
-    trainer: Trainer = module.Trainer(module.Config(**values | changes))
+    trainer: Trainer = module.Trainer(_config(module.Config, folder, saved, changes))
     checkpoints = folder / "checkpoints"
     if step == "best" and checkpoints.is_dir():
         step = Checkpoints(checkpoints).best_step() or "latest"
@@ -106,20 +104,42 @@ def read_run(folder: Path) -> tuple[dict[str, Any], ModuleType]:
         UserError: it is no run folder, or another release wrote it.
     """
     try:
-        saved = json.loads((folder / "config.json").read_text())
+        saved = read_object(folder / "config.json")
         _check_version(folder, saved)
         module = _import_file(folder / f"{saved['algo']}.py")
         assert module.Config.__dataclass_fields__
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        raise UserError(f"{folder} is not a run folder ({error}); give one under runs/") from error
+    # The copy of the algorithm may raise anything while it is imported.
+    except Exception as error:
+        raise UserError(
+            f"{folder} is not a run folder ({one_line(error)}); give one under runs/"
+        ) from error
     return saved, module
+
+
+def _config(config_class: Any, folder: Path, saved: dict[str, Any], changes: dict[str, Any]) -> Any:
+    """Return the Config that a run folder was trained with, but for some changes."""
+    path, names = folder / "config.json", config_class.__dataclass_fields__
+    flags = {name: value for name, value in saved.items() if name not in ("algo", "version")}
+    values = field_values(flags, (config_class, LoggingOptions, RunOptions), str(path))
+    missing = [name for name in (*names, "num_seeds") if name not in values]
+    if missing:
+        raise UserError(f"{path} lacks the entry {missing[0]!r}; give a run folder as it was left")
+    if values["num_seeds"] > 1:
+        raise UserError(
+            f"{folder} holds {values['num_seeds']} seeds; give one of its folders, such as "
+            f"{folder}/seed_{values['seed']}"
+        )
+    try:
+        return config_class(**{name: values[name] for name in names} | changes)
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from error
 
 
 def _check_version(folder: Path, saved: dict[str, Any]) -> None:
     """Refuse a folder whose algorithm file was written for another layout of this package."""
-    written_by = saved.get("version", OLDEST)
+    written_by = str(saved.get("version", OLDEST))
     if written_by.split(".")[:2] != __version__.split(".")[:2]:
         raise UserError(
             f"{folder} was written by Quartet {written_by}, whose {saved['algo']}.py this release, "
