@@ -12,3 +12,14 @@ class UserError(ValueError):
 def one_line(error: Exception) -> str:
     """Return an exception's text without its line breaks."""
     return " ".join(str(error).split())
+
+
+def describe_failure(failure: Exception) -> str:
+    """Return one line about an exception that an environment raised."""
+    text = one_line(failure) or "no message"
+    if isinstance(failure, UserError):
+        return text
+    return (
+        f"the environment raised {type(failure).__name__}: {text}; "
+        "mend the environment (--debug shows the traceback)"
+    )

@@ -22,7 +22,8 @@ import numpy as np
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.errors import UserError, one_line
+from common.env_worker import sub_spaces
+from common.errors import UserError, describe_failure
 
 ACTION_OUT_OF_RANGE, NOT_FINITE, HOST_FAILURE = 1, 2, 3
 
@@ -229,13 +230,6 @@ def _check_action(env_id: str, space: spaces.Space, action: Any, n: int) -> tupl
     return clipped, (action == clipped).reshape(n, -1).all(axis=1)  # [N]
 
 
-def sub_spaces(space: spaces.Dict | spaces.Tuple) -> dict[Any, spaces.Space]:
-    """Return the parts of a Dict or Tuple space by key or index."""
-    if isinstance(space, spaces.Dict):
-        return dict(space.spaces)
-    return dict(enumerate(space.spaces))
-
-
 def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
     """Return the smallest and largest action of a Box, Discrete or MultiDiscrete space.
 
@@ -289,14 +283,3 @@ def to_space(space: spaces.Space, action: Any) -> Any:
         return np.clip(action.astype(space.dtype), space.low, space.high)
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     return action + space.start
-
-
-def describe_failure(failure: Exception) -> str:
-    """Return one line about an exception that an environment raised."""
-    text = one_line(failure) or "no message"
-    if isinstance(failure, UserError):
-        return text
-    return (
-        f"the environment raised {type(failure).__name__}: {text}; "
-        "mend the environment (--debug shows the traceback)"
-    )

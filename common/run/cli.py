@@ -28,7 +28,9 @@ from common.run.config import check_ranges, flag_of
 from common.run.trainer import Presets, RunConfig
 
 ABBREVIATIONS = {"--lr": "--learning-rate", "--bs": "--batch-size", "--steps": "--total-timesteps"}
-ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
+ENVIRONMENT_FIELDS = {
+    *("env_id", "env_backend", "env_module", "env_kwargs", "num_envs", "env_workers")
+}
 
 
 @dataclasses.dataclass(frozen=True)
