@@ -93,7 +93,7 @@ def test_video_needs_no_worker() -> None:
 
 def failure_of(env: Env) -> str:
     actions = jnp.zeros((5, 4), jnp.int32)
-    state, rows = play(env, actions)
+    state, _ = play(env, actions)
     with pytest.raises(UserError) as raised:
         env.check(state)
     env.close()
