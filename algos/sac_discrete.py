@@ -49,6 +49,7 @@ class Config:
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
     num_envs: Positive[int] = 8  # environments stepped in parallel
+    env_workers: NonNegative[int] = 0  # processes that step Gymnasium environments; 0: this one
     seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
     total_timesteps: Positive[int] = 200_000  # env steps over all envs; a multiple of num_envs
     log_frequency: Positive[int] = 2_000  # env steps between two log points

@@ -77,12 +77,21 @@ class Result:
     commit: str
     machine: str
     curve: Curve
+    setting: str = ""
+    """name of its flags under --settings"""
+    program: str = ""
+    """path of its file, if that is not in algos/"""
+
+    @property
+    def label(self) -> str:
+        """Return algorithm and setting."""
+        return f"{self.algo}, {self.setting}" if self.setting else self.algo
 
 
 class SeedCurves(NamedTuple):
     """The learning curves of an algorithm on an environment over seeds, at P env steps."""
 
-    algo: str
+    algo: str  # and its setting, if there are several
     seeds: int
     step: np.ndarray  # [P]
     mean: np.ndarray  # [P]
@@ -145,8 +154,8 @@ def write_report(out: Path) -> None:
     results = [Result(**json.loads(path.read_text())) for path in paths]
     if not results:
         return
-    results.sort(key=lambda result: (result.env_id, result.algo, result.seed))
-    groups = [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.algo))]
+    results.sort(key=lambda result: (result.env_id, result.label, result.seed))
+    groups = [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.label))]
     write_atomically(out / "results.csv", _runs_table(results))
     write_atomically(out / "results.md", markdown_report(groups))
     rows = []
@@ -166,7 +175,7 @@ def _runs_table(results: list[Result]) -> str:
 
 def _seed_curves(group: list[Result]) -> SeedCurves:
     steps, returns = on_common_steps([result.curve for result in group])
-    return SeedCurves(group[0].algo, len(group), steps, *curve_statistics(returns))
+    return SeedCurves(group[0].label, len(group), steps, *curve_statistics(returns))
 
 
 def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
@@ -213,9 +222,9 @@ def markdown_report(groups: list[list[Result]]) -> str:
 
 def _markdown_row(group: list[Result]) -> str:
     first = group[0]
-    published = PUBLISHED.get((first.algo, first.env_id, first.steps), "–")
+    published = PUBLISHED.get((first.label, first.env_id, first.steps), "–")
     cells = (
-        first.algo,
+        first.label,
         first.env_id,
         len(group),
         f"{first.steps:,}",
@@ -232,12 +241,19 @@ def _markdown_origin(group: list[Result]) -> str:
     """Return how to make the runs of a group again, and what made them."""
     first = group[0]
     _, eval_frequency, *extra = first.flags
-    own = ["--algos", first.algo, "--env-ids", first.env_id, "--num-seeds", str(len(group))]
+    own = [
+        "--algos",
+        first.program or first.algo,
+        "--env-ids",
+        first.env_id,
+        "--num-seeds",
+        str(len(group)),
+    ]
     own += ["--eval-frequency", eval_frequency, *(["--", *extra] if extra else [])]
     command = shlex.join(["python", "benchmarks/sweep.py", *own])
     commits = ", ".join(sorted({result.commit for result in group}))
     machines = "; ".join(sorted({result.machine for result in group}))
-    return f"- {first.algo} on {first.env_id}: `{command}`, commit {commits}, {machines}"
+    return f"- {first.label} on {first.env_id}: `{command}`, commit {commits}, {machines}"
 
 
 def _mean_and_std(values: list[float]) -> str:

@@ -2,13 +2,16 @@
 
     python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 Acrobot-v1 --num-seeds 3
     python benchmarks/sweep.py --out /tmp/short -- --total-timesteps 20000
+    python benchmarks/sweep.py --algos ../mine/my_ppo.py ppo --out /tmp/mine
+    python benchmarks/sweep.py --settings "slow: --learning-rate 1e-4" "fast: --learning-rate 1e-3"
 
-Flags after `--` go to every run. A repeated call skips finished runs and goes on with the others.
-Folders and files under --out (NAME is ALGO__ENV_ID__SEED):
+Flags after `--` go to every run, those of a setting to its runs. A repeated call skips finished
+runs and goes on with the others.
+Folders and files under --out (NAME is ALGO__ENV_ID__SEED, or ALGO__SETTING__ENV_ID__SEED):
 
     jobs/NAME.json  a finished run: flags, returns, curve, commit, machine; the rest is made from it
     results.csv     one row a run
-    results.md      one row an algorithm and environment, beside the published return
+    results.md      one row an algorithm, setting and environment, beside the published return
     curves.csv      mean, interquartile mean and 95 % interval over seeds; ENV_ID.png shows them
     runs/NAME/      its run folder, and what it printed in output.txt
 
@@ -19,8 +22,11 @@ SIGTERM, after the runs wrote their checkpoints (a second Ctrl-C kills them).
 import contextlib
 import fcntl
 import importlib
+import importlib.util
+import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -30,13 +36,14 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.envs import resolve_backend
-from common.errors import UserError
+from common.errors import UserError, one_line
 from machine import ROOT, cpu_model, describe_commit, on_cores, usable_cores
 from report import Result, file_name, late_return, read_curve, write_atomically, write_report
 
@@ -55,7 +62,9 @@ class SweepOptions:
     """What to run, how much of it at once, and where results go."""
 
     algos: tuple[str, ...] = ("dqn",)
-    """names of files in algos/"""
+    """names of files in algos/, or paths of other files that end in .py"""
+    settings: tuple[str, ...] = ()
+    """flags to compare, as "NAME: FLAGS"; without any, all runs have the same flags"""
     env_ids: tuple[str, ...] = ("CartPole-v1",)
     """environments, as --env-id takes them"""
     num_seeds: int = 3
@@ -70,18 +79,25 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """One run to do: an algorithm on an environment with a seed."""
+    """One run to do: an algorithm in a setting on an environment with a seed."""
 
-    algo: str
+    program: Path
+    setting: str
     env_id: str
     seed: int
     flags: tuple[str, ...]
     total_timesteps: int
 
     @property
+    def algo(self) -> str:
+        """Return the name of its file."""
+        return self.program.stem
+
+    @property
     def name(self) -> str:
         """Return what its files are called."""
-        return f"{self.algo}__{file_name(self.env_id)}__{self.seed}"
+        setting = f"{self.setting}__" if self.setting else ""
+        return f"{self.algo}__{setting}{file_name(self.env_id)}__{self.seed}"
 
 
 def main(args: list[str]) -> int:
@@ -104,36 +120,74 @@ def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
     Raises:
         UserError: an algorithm, number, environment or flag that is not accepted.
     """
-    _check_options(options, extra_flags)
-    flags = ("--eval-frequency", str(options.eval_frequency), *extra_flags)
+    _check_options(options)
+    settings = _parse_settings(options.settings)
+    programs = dict.fromkeys(_find_program(algo) for algo in options.algos)
+    if len({program.stem for program in programs}) < len(programs):
+        raise UserError(f"--algos names two files alike: {', '.join(map(str, programs))}; rename")
+    own, seeds = ("--eval-frequency", str(options.eval_frequency)), range(1, options.num_seeds + 1)
     jobs = []
-    for algo in dict.fromkeys(options.algos):
-        for env_id in dict.fromkeys(options.env_ids):
-            total_timesteps = _check_flags(algo, env_id, flags)
-            seeds = range(1, options.num_seeds + 1)
-            jobs += [Job(algo, env_id, seed, flags, total_timesteps) for seed in seeds]
+    for program, setting, env_id in itertools.product(
+        programs, settings, dict.fromkeys(options.env_ids)
+    ):
+        _check_own_flags([*extra_flags, *settings[setting]])
+        flags = (*own, *extra_flags, *settings[setting])
+        steps = _check_flags(program, env_id, flags)
+        jobs += [Job(program, setting, env_id, seed, flags, steps) for seed in seeds]
     return jobs
 
 
-def _check_options(options: SweepOptions, extra_flags: list[str]) -> None:
+def _parse_settings(texts: Iterable[str]) -> dict[str, list[str]]:
+    """Return the flags of each setting by its name, which becomes part of file names."""
+    settings: dict[str, list[str]] = {}
+    for text in texts:
+        name, colon, flags = text.partition(":")
+        if not colon or not re.fullmatch(r"[\w.=+-]+", name) or "__" in name or name in settings:
+            raise UserError(
+                f"--settings takes NAME: FLAGS, each NAME once, of letters, digits and . = + - _, "
+                f'got {text!r}; e.g. "lr=1e-3: --learning-rate 1e-3"'
+            )
+        try:
+            settings[name] = shlex.split(flags)
+        except ValueError as error:
+            raise UserError(f"--settings {text!r} cannot be read: {one_line(error)}") from error
+    return settings or {"": []}
+
+
+def _find_program(algo: str) -> Path:
+    """Return the file that --algos names."""
     known = sorted(path.stem for path in (ROOT / "algos").glob("[!_]*.py"))
-    for algo in options.algos:
-        if algo not in known:
-            raise UserError(f"unknown --algos {algo!r}; accepted are {', '.join(known)}")
+    if algo in known:
+        return ROOT / "algos" / f"{algo}.py"
+    path = Path(algo).absolute()
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(
+            f"unknown --algos {algo!r}; accepted are {', '.join(known)}, and paths of .py files"
+        )
+    return path
+
+
+def _check_options(options: SweepOptions) -> None:
     if not options.algos or not options.env_ids:
         raise UserError("--algos and --env-ids need at least one name each")
     if options.num_seeds < 1:
         raise UserError(f"--num-seeds must be 1 or more, got {options.num_seeds}")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be 1 or more, got {options.workers}")
-    for flag in extra_flags:
+
+
+def _check_own_flags(flags: Iterable[str]) -> None:
+    for flag in flags:
         if flag.partition("=")[0].replace("_", "-") in OWN_FLAGS:
-            raise UserError(f"{flag} cannot follow `--`, because the sweep sets it for each run")
+            raise UserError(
+                f"{flag} cannot follow `--` or stand in --settings, because the sweep sets it for "
+                "each run"
+            )
 
 
-def _check_flags(algo: str, env_id: str, flags: Iterable[str]) -> int:
+def _check_flags(program: Path, env_id: str, flags: Iterable[str]) -> int:
     """Check what can be checked without making environments; return total_timesteps."""
-    module = importlib.import_module(f"algos.{algo}")
+    module = _import_program(program)
     options = cli.parse(module.Config, module.PRESETS, ["--env-id", env_id, *flags])
     config = options.config
     check_config(config)
@@ -142,6 +196,28 @@ def _check_flags(algo: str, env_id: str, flags: Iterable[str]) -> int:
     if config.env_module is None:
         resolve_backend(env_id, config.env_backend)
     return config.total_timesteps
+
+
+def _import_program(program: Path) -> ModuleType:
+    """Import an algorithm, with the modules beside it in reach, as they are when it is run."""
+    if program.parent == ROOT / "algos":
+        return importlib.import_module(f"algos.{program.stem}")
+    name = f"quartet_sweep_{program.stem}"
+    spec = importlib.util.spec_from_file_location(name, program)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(program.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"--algos {program} cannot be imported ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    finally:
+        sys.path.remove(str(program.parent))
+    if not hasattr(module, "Config") or not hasattr(module, "PRESETS"):
+        raise UserError(f"--algos {program} has no Config or no PRESETS; see docs/new_algorithm.md")
+    return module
 
 
 def _check_same_flags(jobs: list[Job], out: Path) -> None:
@@ -334,7 +410,7 @@ class Run:
 
     def _command(self) -> list[str]:
         job = self.job
-        program = [sys.executable, str(ROOT / "algos" / f"{job.algo}.py")]
+        program = [sys.executable, str(job.program)]
         # A checkpoint's folder is a plain number once it is complete.
         saved = [path for path in self.folder.glob("*/checkpoints/*") if path.name.isdigit()]
         if saved:
@@ -429,6 +505,8 @@ def make_result(run: Run, commit: str) -> Result:
         commit=commit,
         machine=_describe_machine(final["device"]),
         curve=curve,
+        setting=job.setting,
+        program="" if job.program.parent == ROOT / "algos" else str(job.program),
     )
 
 

@@ -133,6 +133,14 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
         (["--", "--eval-episodes", "0"], "--eval-episodes 0 cannot follow `--`"),
         (["--", "--seed=3"], "--seed=3 cannot follow `--`"),
+        (["--settings", "fast"], "--settings takes NAME: FLAGS"),
+        (["--settings", "a/b: --gamma 0.9"], "--settings takes NAME: FLAGS"),
+        (["--settings", "a: --gamma 0.9", "a: --gamma 0.8"], "each NAME once"),
+        (["--settings", "a: --gamma '0.9"], "cannot be read: No closing quotation"),
+        (["--settings", "a: --gama 0.9"], "unknown flag '--gama'"),
+        (["--settings", "a: --seed 3"], "--seed cannot follow `--` or stand in --settings"),
+        (["--algos", "nowhere/mine.py"], "unknown --algos 'nowhere/mine.py'"),
+        (["--algos", "dqn", str(ROOT / "tests" / "toy_envs.py")], "has no Config or no PRESETS"),
     ],
 )
 def test_bad_input_is_one_line_and_creates_nothing(tmp_path, args, part):
@@ -149,6 +157,72 @@ def test_out_that_cannot_be_written_or_is_in_use(tmp_path):
         sweep.main(["--out", str(tmp_path / "file" / "out")])
     with sweep._locked(tmp_path), pytest.raises(UserError, match="is in use by another sweep"):
         sweep.main(["--out", str(tmp_path)])
+
+
+def mine() -> str:
+    """DQN with a field more, which needs a module that lies beside it."""
+    text = (ROOT / "algos" / "dqn.py").read_text()
+    text = text.replace("from dataclasses", "import beside_mine\nfrom dataclasses", 1)
+    field = "    boldness: Positive[float] = 1.0  # how much it dares\n"
+    return text.replace("    gamma: ", f"{field}    gamma: ", 1)
+
+
+def test_a_file_from_elsewhere_and_settings(tmp_path):
+    (tmp_path / "mine.py").write_text(mine())
+    (tmp_path / "beside_mine.py").touch()
+    algos = ("dqn", str(tmp_path / "mine.py"))
+    settings = ("lr=1e-3: --learning-rate 1e-3", "lr=1e-4: --learning-rate 1e-4")
+    options = sweep.SweepOptions(algos, settings, num_seeds=1)
+    jobs = sweep.make_jobs(options, ["--gamma", "0.9"])
+    assert [job.name for job in jobs] == [
+        f"{algo}__{setting}__CartPole-v1__1"
+        for algo in ("dqn", "mine")
+        for setting in ("lr=1e-3", "lr=1e-4")
+    ]
+    flags = ("--eval-frequency", "0", "--gamma", "0.9", "--learning-rate", "1e-4")
+    assert jobs[-1].flags == flags and jobs[-1].program == tmp_path / "mine.py"
+    command = sweep.Run(jobs[-1], tmp_path)._command()
+    assert command[1] == str(tmp_path / "mine.py") and command[-2:] == ["--learning-rate", "1e-4"]
+    with pytest.raises(UserError, match="unknown flag '--boldness'"):
+        sweep.make_jobs(options, ["--boldness", "2"])
+    assert sweep.make_jobs(sweep.SweepOptions(algos[1:]), ["--boldness", "2"])
+    (tmp_path / "dqn.py").touch()
+    with pytest.raises(UserError, match="two files alike"):
+        sweep.make_jobs(sweep.SweepOptions(("dqn", str(tmp_path / "dqn.py"))), [])
+    (tmp_path / "mine.py").write_text("raise RuntimeError('not\\ntoday')")
+    with pytest.raises(UserError, match=r"cannot be imported \(RuntimeError: not today\)"):
+        sweep.make_jobs(options, [])
+
+
+def test_the_report_has_a_line_for_each_setting(tmp_path):
+    flags = ["--eval-frequency", "0", "--gamma", "0.9"]
+    results = [make_result(setting="low", flags=flags, program="/tmp/dqn.py"), make_result()]
+    results += [make_result(setting="low", seed=2, flags=flags, training_return=480.0)]
+    for i, result in enumerate(results):
+        report.write_atomically(tmp_path / "jobs" / f"{i}.json", json.dumps(asdict(result)))
+    report.write_report(tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert "| dqn | CartPole-v1 | 1 | 500,000 | 490.0 | 498 |" in text
+    assert "| dqn, low | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | – |" in text
+    assert "sweep.py --algos /tmp/dqn.py --env-ids CartPole-v1 --num-seeds 2" in text
+    rows = list(csv.DictReader((tmp_path / "curves.csv").read_text().splitlines()))
+    assert [(row["algo"], row["seeds"]) for row in rows] == [("dqn", "1"), ("dqn, low", "2")]
+
+
+def test_finished_runs_are_skipped_setting_by_setting(tmp_path, monkeypatch, capsys):
+    def fake(run):
+        return [sys.executable, "-c", FAKE_RUN, str(tmp_path / "runs" / run.job.name), "8000"]
+
+    monkeypatch.setattr(sweep.Run, "_command", fake)
+    args = ["--num-seeds", "1", "--workers", "1", "--out", str(tmp_path), "--settings"]
+    last = ["--", "--total-timesteps", "8000"]
+    assert sweep.main([*args, "a: --gamma 0.9", *last]) == 0
+    assert sweep.main([*args, "a: --gamma 0.9", "b: --gamma 0.8", *last]) == 0
+    assert "runs: 2, finished before: 1" in capsys.readouterr().out
+    names = {path.stem for path in (tmp_path / "jobs").iterdir()}
+    assert names == {"dqn__a__CartPole-v1__1", "dqn__b__CartPole-v1__1"}
+    with pytest.raises(UserError, match="repeat those, or give another --out"):
+        sweep.main([*args, "a: --gamma 0.7", *last])
 
 
 # Processes

@@ -18,6 +18,7 @@ GO_ON, TERMINATE, TRUNCATE, BOTH, LOSE_LIFE = range(5)
 def env_config(env_id: str, **changes: Any) -> Any:
     """The fields of a Config that make_env reads."""
     fields = dict(env_backend="auto", env_module=None, env_kwargs=(), num_envs=2, seed=1)
+    fields |= dict(env_workers=0)
     return SimpleNamespace(**{"env_id": env_id, **fields, **changes})
 
 

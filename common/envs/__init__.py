@@ -13,16 +13,9 @@ import numpy as np
 from gymnasium import spaces
 
 from common.action_masks import MASK_KEY
-from common.envs.env import (
-    Env,
-    EnvState,
-    EpisodeSummary,
-    TimeStep,
-    failures,
-    scale_action,
-    sub_spaces,
-)
-from common.errors import UserError, one_line
+from common.env_worker import sub_spaces
+from common.envs.env import Env, EnvState, EpisodeSummary, TimeStep, scale_action
+from common.errors import UserError, failures, one_line
 
 __all__ = [
     "Env",
@@ -60,6 +53,8 @@ class EnvConfig(Protocol):
     @property
     def num_envs(self) -> int: ...  # noqa: D102
     @property
+    def env_workers(self) -> int: ...  # noqa: D102
+    @property
     def seed(self) -> int: ...  # noqa: D102
 
 
@@ -79,14 +74,19 @@ def make_env(
         first_step: env steps done so far, so that a resumed run sees new episodes.
 
     Raises:
-        UserError: unknown id, backend, module or option, or an unsupported space.
+        UserError: unknown id, backend, module or option, an unsupported space, or a number of
+            workers that does not fit.
     """
     backend = config_backend(config)
+    _check_workers(config, backend)
     options = _parse_kwargs(config.env_kwargs)
     entropy = [config.seed, PURPOSES.index(purpose), first_step]
     words = np.random.SeedSequence(entropy).generate_state(num_envs or config.num_envs)
     seeds = [int(word) >> 1 for word in words]
-    env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
+    if config.env_workers and purpose != "video":
+        env = Env(config.env_id, _make_workers(config, seeds, options))
+    else:
+        env = Env(config.env_id, _make_backend(config.env_id, backend, seeds, options, purpose))
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
     _check_mask(config.env_id, env.observation_space, env.action_space)
@@ -134,6 +134,31 @@ def _make_backend(
     family, name = env_id.split("/", 1)
     make = GymnaxEnv if family == "gymnax" else PgxEnv
     return JaxBackend(make(name, options), len(seeds), PURPOSES.index(purpose))
+
+
+def _check_workers(config: EnvConfig, backend: str) -> None:
+    workers = config.env_workers
+    if workers and backend != "gymnasium":
+        hint = "; add --env-backend gymnasium if Gymnasium knows the id too"
+        raise UserError(
+            f"--env-workers {workers} is for Gymnasium environments, {config.env_id} is stepped by "
+            f"{backend}; leave it out{hint if backend == 'envpool' else ''}"
+        )
+    if workers and config.num_envs % workers:
+        raise UserError(
+            f"--env-workers {workers} does not divide --num-envs {config.num_envs}; "
+            "give each worker as many environments"
+        )
+
+
+def _make_workers(config: EnvConfig, seeds: list[int], options: dict[str, Any]) -> Any:
+    """Return the backend of as many workers as can share out the environments evenly."""
+    from common.envs.gymnasium_backend import WorkerStepper
+    from common.envs.host import HostBackend
+
+    sizes = range(1, config.env_workers + 1)
+    workers = max(count for count in sizes if len(seeds) % count == 0)
+    return HostBackend(WorkerStepper(config.env_id, seeds, options, workers, config.env_module))
 
 
 def resolve_backend(env_id: str, backend: EnvBackend = "auto") -> EnvBackend:

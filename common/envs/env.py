@@ -14,7 +14,6 @@ and returns the first observation of the next episode. So `obs` of row t + 1 is 
 next observation of row t, and `valid = ~ended` marks the rows that hold no transition.
 """
 
-import signal
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,7 +22,8 @@ import numpy as np
 from gymnasium import spaces
 from jax import Array, lax
 
-from common.errors import UserError, one_line
+from common.env_worker import sub_spaces
+from common.errors import UserError, describe_failure, failures
 
 ACTION_OUT_OF_RANGE, NOT_FINITE, HOST_FAILURE = 1, 2, 3
 
@@ -233,13 +233,6 @@ def _check_action(env_id: str, space: spaces.Space, action: Any, n: int) -> tupl
     return clipped, (action == clipped).reshape(n, -1).all(axis=1)  # [N]
 
 
-def sub_spaces(space: spaces.Dict | spaces.Tuple) -> dict[Any, spaces.Space]:
-    """Return the parts of a Dict or Tuple space by key or index."""
-    if isinstance(space, spaces.Dict):
-        return dict(space.spaces)
-    return dict(enumerate(space.spaces))
-
-
 def action_bounds(space: spaces.Space) -> tuple[Any, Any]:
     """Return the smallest and largest action of a space without parts.
 
@@ -293,24 +286,3 @@ def to_space(space: spaces.Space, action: Any) -> Any:
         return action.astype(space.dtype)
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     return action + space.start
-
-
-def failures() -> tuple[type[BaseException], ...]:
-    """Return what counts as a failure of an environment: anything, such as sys.exit() in its code.
-
-    A KeyboardInterrupt does not where Ctrl-C raises it; the runner collects signals instead.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return Exception, SystemExit
-    return (BaseException,)
-
-
-def describe_failure(failure: BaseException) -> str:
-    """Return one line about an exception that an environment raised."""
-    text = one_line(failure) or "no message"
-    if isinstance(failure, UserError):
-        return text
-    return (
-        f"the environment raised {type(failure).__name__}: {text}; "
-        "mend the environment (--debug shows the traceback)"
-    )

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from jax import Array
 from jax.experimental import io_callback
 
-from common.envs.env import BackendStep, describe_failure, failures
-from common.errors import UserError
+from common.envs.env import BackendStep
+from common.errors import UserError, describe_failure, failures
 
 
 class HostStep(NamedTuple):

@@ -27,7 +27,9 @@ from common.run.trainer import Presets, RunConfig
 
 ABBREVIATIONS = {"--lr": "--learning-rate", "--bs": "--batch-size", "--steps": "--total-timesteps"}
 Episodes = Annotated[int, Range(at_least=0, at_most=100_000)]  # of evaluation, counted in 32 bits
-ENVIRONMENT_FIELDS = {"env_id", "env_backend", "env_module", "env_kwargs", "num_envs"}
+ENVIRONMENT_FIELDS = {
+    *("env_id", "env_backend", "env_module", "env_kwargs", "num_envs", "env_workers")
+}
 
 
 @dataclasses.dataclass(frozen=True)

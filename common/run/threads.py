@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from common import env_worker
+
 XLA_POOL = "tf_XLAEigen"
 
 _held_locks: list[IO] = []
@@ -39,6 +41,7 @@ def use_cores(wanted: int) -> list[int]:
         return []
     if held:
         os.environ["NPROC"] = str(len(held))
+        env_worker.cores_before_pinning = cores  # the workers may use all of them
         os.sched_setaffinity(0, held)
     return held
 
