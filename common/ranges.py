@@ -60,6 +60,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, part) for part in parts)
     if isinstance(value, bool) or hint is bool:
         return isinstance(value, bool) and hint is bool
+    if hint is Any or not isinstance(hint, type):
+        return True  # a hint of a user's own that only a type checker knows
     if hint is str:
         return isinstance(value, str) and "\0" not in value  # which no path or module can hold
     return isinstance(value, int | float if hint is float else hint)

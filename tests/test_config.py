@@ -2,8 +2,8 @@
 
 import importlib
 import math
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import pytest
 
@@ -29,6 +29,8 @@ class Options:
     name: str = "free"
     flag: bool = False
     free: int = -7
+    table: dict[str, int] = field(default_factory=dict)
+    anything: Any = None
 
 
 @pytest.mark.parametrize(

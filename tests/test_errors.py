@@ -43,7 +43,6 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "wandb mode": ("--wandb-mode x", ["'x'", "online, offline"]),
     "no preset": ("--preset=", ["--preset needs a value, got ''"]),
     "no resume": ("--resume=", ["--resume needs a value, got ''"]),
-    "no runs": ("--runs-dir=", ["--runs-dir needs a value, got ''"]),
     "no module": ("--env-module=", ["--env-module needs a value, got ''"]),
     "no id": ("--env-id=", ["--env-id needs a value, got ''"]),
     "no config": ("--config=", ["--config needs a value, got ''"]),
@@ -425,6 +424,11 @@ def test_environment_that_fails_before_the_first_log_point(capsys, tmp_path, fau
     flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", runs]
     ran = run_here(capsys, *SHORT, *flags, "--env-kwargs", f"fault={fault}", "at=30")
     check(ran, ["Failing-v0", *LATE_FAULTS[fault]], runs)
+
+
+def test_an_empty_runs_dir(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(run_here(capsys, *SHORT, "--runs-dir="), ["--runs-dir needs a value, got ''"], tmp_path)
 
 
 def test_help_names_the_presets(capsys):

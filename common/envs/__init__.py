@@ -226,7 +226,7 @@ def _registered_by(module: str) -> set[str]:
         importlib.import_module(module)
     except failures() as error:
         raise UserError(
-            f"--env-module {module!r} could not be imported ({error!r}); "
+            f"--env-module {module!r} could not be imported ({type(error).__name__}: {error}); "
             "give a module in this folder or on PYTHONPATH that registers the environment"
         ) from error
     return {name for name, spec in gymnasium.registry.items() if before.get(name) is not spec}

@@ -85,7 +85,7 @@ def _check_options(env_id: str, kwargs: dict[str, Any]) -> None:
     if not _OURS.isdisjoint(kwargs):
         raise TypeError("options that follow from num_envs and seed")
     defaults, unsure = _defaults(env_id), {}
-    for name in defaults.keys() & kwargs.keys():
+    for name in filter(defaults.__contains__, kwargs):
         value, kind = kwargs[name], type(defaults[name])
         option = f"{env_id} was given --env-kwargs {name}={value}"
         if kind in (int, float, bool, str) and not fits(value, kind):
