@@ -98,10 +98,9 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
         "--frame-stack 3",
         ["--frame-stack 3", "(4,)", "use --frame-stack 1"],
     ),
-    "eval_episodes 0": ("--eval-episodes 0", ["--eval-episodes must be between 1 and 100000"]),
     "eval_episodes 2**31 - 1": (
         "--eval-episodes 2147483647",
-        ["--eval-episodes must be between 1 and 100000, got 2147483647"],
+        ["--eval-episodes must be between 0 and 100000, got 2147483647"],
     ),
     "learning_rate beyond float32": ("--learning-rate 1e39", ["--learning-rate", "3.40282e+38"]),
     "eval_frequency -1": ("--eval-frequency -1", ["--eval-frequency must be 0 or more, got -1"]),

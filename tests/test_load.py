@@ -145,7 +145,7 @@ def test_stochastic_where_there_is_nothing_to_draw_from(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--max-steps", "0"], "--max-steps must be 1 or more, got 0"),
+        (["--max-steps", "0"], "--max-steps must be above 0, got 0"),
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),
     ],
 )
