@@ -117,6 +117,7 @@ class WorkerStepper:
             process.join(max(0, end - time.monotonic()))
             late += process.is_alive()
             process.kill()
+            process.join()
         self.envs.closed = True  # its own way to close waits for a worker for ever
         if late:
             print(
