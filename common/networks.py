@@ -38,16 +38,29 @@ class Encoder(nnx.Module):
     Vectors pass flat and unchanged, uint8 arrays are scaled to [0, 1], discrete values become
     one-hot vectors, images go through the Nature CNN, and the parts of Dict and Tuple spaces are
     concatenated. The part `action_mask` is left out: it is no input, but masks the output.
+
+    Args:
+        space: of the observations.
+        rngs: for the parameters.
+        kernel_init: of the Nature CNN's kernels.
+        cnn_dense: whether the Nature CNN ends with its layer of 512 units, or before it.
     """
 
     def __init__(
-        self, space: spaces.Space, rngs: nnx.Rngs, kernel_init: Initializer = FLAX_DEFAULT
+        self,
+        space: spaces.Space,
+        rngs: nnx.Rngs,
+        kernel_init: Initializer = FLAX_DEFAULT,
+        cnn_dense: bool = True,
     ) -> None:
         self.space = without_mask(space)
         parts = _parts(self.space)
         self.has_cnn = any(is_image(p) for p in parts)
         self.cnns = nnx.List(
-            [NatureCNN(p.shape, rngs, kernel_init) if is_image(p) else None for p in parts]
+            [
+                NatureCNN(p.shape, rngs, kernel_init, cnn_dense) if is_image(p) else None
+                for p in parts
+            ]
         )
         self.num_features = sum(
             c.num_features if c else spaces.flatdim(p)
@@ -115,6 +128,49 @@ class MLP(nnx.Module):
         for layer in self.layers:
             x = self.activation(layer(x))
         return x
+
+
+class NoisyLinear(nnx.Module):
+    """A linear layer whose weights carry learned noise (Fortunato et al. 2018, section 3).
+
+        y = (μ_w + σ_w ⊙ f(ε_out) f(ε_in)ᵀ) x + μ_b + σ_b ⊙ f(ε_out),  f(x) = sign(x) √|x|
+
+    This is the factorised form (eqs. 10 and 11), https://arxiv.org/abs/1706.10295. The product with
+    noise is made of plain ones, (σ ⊙ f(ε_out) f(ε_in)ᵀ) x = f(ε_out) ⊙ σ (f(ε_in) ⊙ x), so that
+    each row may have noise of its own.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, sigma: float = 0.5) -> None:
+        bound = inputs**-0.5
+
+        def uniform(*shape: int) -> Array:
+            return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+
+        self.mean_kernel = nnx.Param(uniform(inputs, outputs))
+        self.mean_bias = nnx.Param(uniform(outputs))
+        self.sigma_kernel = nnx.Param(jnp.full((inputs, outputs), sigma * bound))
+        self.sigma_bias = nnx.Param(jnp.full(outputs, sigma * bound))
+
+    def __call__(self, x: Array, key: Array | None = None, num_draws: int = 1) -> Array:
+        """[B, inputs] -> [B, outputs], without noise where there is no key.
+
+        Args:
+            x: inputs.
+            key: of the noise.
+            num_draws: 1 for noise that all rows share, B for noise of each row.
+        """
+        mean = x @ self.mean_kernel[...] + self.mean_bias[...]  # [B, outputs]
+        if key is None:
+            return mean
+        in_key, out_key = jax.random.split(key)
+        noise_in = _signed_root(jax.random.normal(in_key, (num_draws, x.shape[1])))
+        noise_out = _signed_root(jax.random.normal(out_key, (num_draws, mean.shape[1])))
+        sigma = (x * noise_in) @ self.sigma_kernel[...] + self.sigma_bias[...]  # [B, outputs]
+        return mean + noise_out * sigma
+
+
+def _signed_root(x: Array) -> Array:
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
 
 
 class Network(nnx.Module):
@@ -190,7 +246,7 @@ class NatureCNN(nnx.Module):
     """The convolutional encoder of Mnih et al. 2015 (Methods, model architecture).
 
     Takes uint8 images as [B, C, H, W] or [B, H, W, C]: the smallest axis of the two outer ones is
-    taken for the channels.
+    taken for the channels. Without `dense` it ends with the last convolution.
     """
 
     def __init__(
@@ -198,6 +254,7 @@ class NatureCNN(nnx.Module):
         shape: tuple[int, ...] | None,
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
+        dense: bool = True,
     ) -> None:
         assert shape is not None
         self.channels_first = shape[0] < shape[-1]
@@ -206,16 +263,20 @@ class NatureCNN(nnx.Module):
         self.layers = nnx.List([Conv(*spec, rngs, kernel_init) for spec in specs])
         for _, _, kernel, stride in specs:
             height, width = ((n - kernel) // stride + 1 for n in (height, width))
-        self.dense = nnx.Linear(height * width * 64, 512, kernel_init=kernel_init, rngs=rngs)
-        self.num_features = 512
+        size = height * width * 64
+        self.dense = nnx.Linear(size, 512, kernel_init=kernel_init, rngs=rngs) if dense else None
+        self.num_features = 512 if dense else size
 
     def __call__(self, images: Array) -> Array:
-        """[B, C, H, W] or [B, H, W, C] uint8 -> [B, 512]."""
-        if cpu_gradients.are_for(images):
-            x = cpu_gradients.by_chunks(self._convolve, images)  # [B, features]
+        """[B, C, H, W] or [B, H, W, C] uint8 -> [B, num_features]."""
+        on_cpu = cpu_gradients.are_for(images)
+        x = cpu_gradients.by_chunks(self._convolve, images) if on_cpu else self._convolve(images)
+        if self.dense is None:
+            return x
+        if on_cpu:
             product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, 512]
             return jax.nn.relu(product + jnp.asarray(self.dense.bias))
-        return jax.nn.relu(self.dense(self._convolve(images)))
+        return jax.nn.relu(self.dense(x))
 
     def _convolve(self, images: Array) -> Array:
         if self.channels_first:

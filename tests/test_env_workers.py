@@ -202,14 +202,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_ctrl_c_reaches_the_whole_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_whole_group(tmp_path: Path, number: signal.Signals) -> None:
     training = Training(tmp_path)
     workers = [p for p in training.below if "jaxlib" in Path(f"/proc/{p}/maps").read_text()]
     assert len(training.below) >= 3 and not workers
-    os.killpg(training.process.pid, signal.SIGINT)
+    os.killpg(training.process.pid, number)
     out, err = training.process.communicate(timeout=60)
-    assert training.process.returncode == 130 and err == "", err
-    assert "stopped by SIGINT; go on with --resume" in out
+    assert training.process.returncode == 128 + number and err == "", err
+    assert f"stopped by {number.name}; go on with --resume" in out
     wait_until(lambda: not any(map(is_alive, training.below)), 10)
 
 

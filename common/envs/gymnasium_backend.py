@@ -172,7 +172,7 @@ def _making(env_id: str, kwargs: dict[str, Any]) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def _clean_start() -> Generator[None, None, None]:
-    """Start processes that are deaf to Ctrl-C and do not run the program's file, with its JAX.
+    """Start processes that are deaf to signals and do not run the program's file, with its JAX.
 
     A fork of this process, with the threads of JAX, could hang; the fork server has none.
     """
@@ -180,7 +180,7 @@ def _clean_start() -> Generator[None, None, None]:
     resource_tracker.ensure_running()  # first, because starting it undoes the mask
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
