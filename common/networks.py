@@ -169,6 +169,22 @@ class NoisyLinear(nnx.Module):
         return mean + noise_out * sigma
 
 
+class NoisyMLP(nnx.Module):
+    """Noisy linear layers with ReLU between them."""
+
+    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, sigma: float = 0.5) -> None:
+        pairs = itertools.pairwise(sizes)
+        self.layers = nnx.List([NoisyLinear(*pair, rngs, sigma) for pair in pairs])
+
+    def __call__(self, x: Array, key: Array | None = None, num_draws: int = 1) -> Array:
+        """[B, sizes[0]] -> [B, sizes[-1]]; arguments as of `NoisyLinear`."""
+        num = len(self.layers)
+        keys = [None] * num if key is None else jax.random.split(key, num)
+        for layer, layer_key in zip(self.layers[:-1], keys[:-1], strict=True):
+            x = jax.nn.relu(layer(x, layer_key, num_draws))
+        return self.layers[-1](x, keys[-1], num_draws)
+
+
 def _signed_root(x: Array) -> Array:
     return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
 

@@ -1,0 +1,295 @@
+"""Noisy DQN: explore by learned noise in the weights instead of by ε.
+
+Fortunato et al. 2018, https://arxiv.org/abs/1706.10295      Docs: docs/algorithms/noisy_dqn.md
+
+    y_l  = (μ_w + σ_w ⊙ ε_w) x + μ_b + σ_b ⊙ ε_b,  θ = (μ, σ)  networks.NoisyMLP
+    y    = r + γ (1 - terminated) max_a' Q(s', a', ε'; θ⁻)    td_target
+    L(θ) = E[(y - Q(s, a, ε; θ))²]                            loss_fn
+    θ⁻   = τ θ + (1 - τ) θ⁻                                   sync_target
+    a    = argmax_a Q(s, a, ε; θ)                             sample
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from gymnasium import spaces
+from jax import Array, lax
+
+from common.action_masks import action_mask, mask_actions
+from common.envs import EnvBackend, EnvState, make_env, require_action_space
+from common.networks import Encoder, NoisyMLP
+from common.ranges import Fraction, NonNegative, Positive
+from common.replay import Batch, Replay, ReplayState, Transition
+from common.schedules import count_events
+
+from common.run.config import check_config, check_replay
+from common.run.evaluator import Evaluator
+from common.run.logger import log_intervals, log_points
+from common.run.runner import run
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
+
+    env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
+    env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
+    env_module: str | None = None  # module to import first, to register your environment
+    env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
+    num_envs: Positive[int] = 8  # environments stepped in parallel
+    env_workers: NonNegative[int] = 0  # processes that step Gymnasium environments; 0: this one
+    seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
+    total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
+    log_frequency: Positive[int] = 10_000  # env steps between two log points
+    learning_rate: Positive[float] = 2.5e-4  # step size of Adam
+    buffer_size: Positive[int] = 10_000  # transitions in the replay buffer, over all environments
+    gamma: Fraction = 0.99  # discount of one step
+    n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
+    frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
+    tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
+    target_network_frequency: Positive[int] = 500  # env steps between two target updates
+    batch_size: Positive[int] = 128  # transitions in a minibatch
+    sigma: Positive[float] = 0.5  # σ_0: at first, each σ is σ_0 / √inputs
+    learning_starts: NonNegative[int] = 10_000  # env steps before the first update
+    train_frequency: Positive[int] = 10  # env steps between two updates
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        check_replay(self)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "classic": {},
+    "atari": {
+        "total_timesteps": 10_000_000,
+        "log_frequency": 2_000,
+        "learning_rate": 1e-4,
+        "buffer_size": 1_000_000,
+        "frame_stack": 4,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "learning_starts": 80_000,
+        "train_frequency": 4,
+    },
+}
+
+
+class Model(nnx.Module):
+    """Q-network whose linear layers are noisy; the convolutions of images are not."""
+
+    def __init__(self, sigma: float, obs_space: Any, action_space: Any, rngs: nnx.Rngs):
+        self.encoder = Encoder(obs_space, rngs, cnn_dense=False)
+        hidden = (512,) if self.encoder.has_cnn else (120, 84)
+        sizes = self.encoder.num_features, *hidden, int(action_space.n)
+        self.mlp = NoisyMLP(sizes, rngs, sigma)
+
+    def value(self, obs: Any, *noise: Any) -> Array:
+        """[B, *obs] -> q_values [B, A], under the `noise` of a key if there is one."""
+        return self.mlp(self.encoder(obs), *noise)  # [B, A]
+
+
+class LearnerState(NamedTuple):
+    """Every array that learning changes."""
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+
+
+class Algorithm:
+    """Targets, loss and optimizer as pure functions of `LearnerState`."""
+
+    def __init__(self, config: Config, obs_space: spaces.Space, action_space: spaces.Space):
+        self.config = config
+        self.make_model = partial(Model, config.sigma, obs_space, action_space)
+        self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
+        self.optimizer = optax.flatten(optax.adam(config.learning_rate))
+
+    def init(self, key: Array) -> LearnerState:
+        """Draw new parameters; the target network starts as a copy."""
+        params = nnx.to_pure_dict(nnx.state(self.make_model(nnx.Rngs(key))))
+        target_params = jax.tree.map(jnp.copy, params)
+        return LearnerState(params, target_params, self.optimizer.init(params))
+
+    def predict(self, params: Any, obs: Any, *noise: Any) -> Array:
+        """[B, *obs] -> q_values [B, A], under the `noise` of a key if there is one."""
+        return mask_actions(self.model(params).value(obs, *noise), action_mask(obs))
+
+    def td_target(self, target_params: Any, batch: Batch, key: Array) -> Array:
+        """r + γ (1 - terminated) max_a' Q(s', a', ε'; θ⁻), over n steps where n_step > 1."""
+        next_q_values = self.predict(target_params, batch.next_obs, key)  # [B, A]
+        next_value = next_q_values.max(axis=-1)  # [B]
+        return batch.reward + batch.discount * next_value  # [B], discount = γ^m (1 - terminated)
+
+    def loss_fn(
+        self, params: Any, batch: Batch, td_target: Array, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """E[(y - Q(s, a, ε; θ))²] over the valid rows of the batch."""
+        q_values = self.predict(params, batch.obs, key)  # [B, A]
+        q_value = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]  # [B]
+        chex.assert_equal_shape([q_value, td_target, batch.weight])
+        loss = (batch.weight * (td_target - q_value) ** 2).mean()
+        return loss, {"td_loss": loss, "q_values": (batch.weight * q_value).mean()}
+
+    def learn(
+        self, state: LearnerState, batch: Batch, key: Array
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        """One gradient step on a batch."""
+        target_key, key = jax.random.split(key)
+        td_target = self.td_target(state.target_params, batch, target_key)  # [B]
+        grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch, td_target, key)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def sync_target(self, state: LearnerState) -> LearnerState:
+        """θ⁻ = τ θ + (1 - τ) θ⁻."""
+        target = optax.incremental_update(state.params, state.target_params, self.config.tau)
+        return state._replace(target_params=target)
+
+
+class Agent:
+    """Exploration, and the way from environment to algorithm."""
+
+    def __init__(self, config: Config, algorithm: Algorithm):
+        self.config = config
+        self.algorithm = algorithm
+
+    def predict(self, state: LearnerState, obs: Any, key: Array) -> Array:
+        """Action [N] to evaluate with."""
+        return self.algorithm.predict(state.params, obs).argmax(axis=-1)  # [N]
+
+    def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
+        """Action [N] to train with: the greedy one under noise drawn for each environment."""
+        q_values = self.algorithm.predict(state.params, obs, key, self.config.num_envs)  # [N, A]
+        return q_values.argmax(axis=-1)  # [N]
+
+    def learn(
+        self, state: LearnerState, batch: Batch, key: Array
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        """One gradient step on a batch."""
+        return self.algorithm.learn(state, batch, key)
+
+
+class TrainState(NamedTuple):
+    """The whole training process: what a checkpoint holds."""
+
+    learner: LearnerState
+    env: EnvState
+    replay: ReplayState
+    key: Array
+    step: Array  # [] int32, env steps done over all environments
+
+
+class Trainer:
+    """The training process: collect, store, sample, learn and sync in one compiled program."""
+
+    def __init__(self, config: Config = Config()):
+        self.config = config
+        self.env = make_env(config)
+        require_action_space("noisy_dqn", self.env, spaces.Discrete)
+        self.algorithm = Algorithm(config, self.env.observation_space, self.env.action_space)
+        self.agent = Agent(config, self.algorithm)
+        self.replay = Replay(
+            config.buffer_size, config.num_envs, config.gamma, config.n_step, config.frame_stack
+        )
+        self.evaluator = Evaluator(config, self.agent.predict)
+        self.state = self.init_state(jax.random.key(config.seed))
+        self.compiled_run = jax.jit(self.run_iterations, donate_argnums=0)
+
+    def __call__(self) -> Generator[dict, None, None]:
+        """Train to total_timesteps; yield log_data at each log point."""
+        try:
+            for start, num_steps in log_intervals(self):
+                num_iterations = -(-num_steps // self.config.num_envs)
+                self.state, metrics = self.compiled_run(self.state, num_iterations)
+                yield from log_points(self.env, self.state, start, {}, metrics)
+        finally:
+            self.env.close()
+
+    def evaluate(self, num_episodes: int = 20) -> dict:
+        """Play full episodes in environments of their own; log_data of their raw returns."""
+        return self.evaluator(self.state.learner, int(self.state.step), num_episodes)
+
+    def init_state(self, key: Array) -> TrainState:
+        """New parameters, new episodes and an empty buffer."""
+        learner_key, env_key, key = jax.random.split(key, 3)
+        learner = self.algorithm.init(learner_key)
+        env = self.env.reset(env_key)
+        step = jnp.zeros((), jnp.int32)
+        action = jax.eval_shape(self.agent.sample, learner, env.obs, step, key)
+        replay = self.replay.init(env.obs, action)
+        return TrainState(learner, env, replay, key, step)
+
+    def run_iterations(
+        self, state: TrainState, num_iterations: int
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """(collect, learn, sync) × num_iterations, or until an environment fails."""
+        config = self.config
+
+        def goes_on(carry: tuple) -> Array:
+            iteration, state, _ = carry
+            return (iteration < num_iterations) & self.env.is_sound(state.env)
+
+        def train(_: Array, carry: tuple) -> tuple:
+            state, metrics = carry
+            state, new_metrics = self._run_train(state)
+            return state, jax.tree.map(jnp.add, metrics, new_metrics)
+
+        def iterate(carry: tuple) -> tuple:
+            iteration, state, metrics = carry
+            previous = state.step
+            state = self._run_collect(state)
+            due = partial(count_events, previous, state.step, config.learning_starts)
+            num_updates = due(config.train_frequency)
+            state, metrics = lax.fori_loop(0, num_updates, train, (state, metrics))
+            num_syncs = due(config.target_network_frequency)
+            state = lax.fori_loop(0, num_syncs, self._run_sync, state)
+            metrics["charts/target_updates"] += num_syncs
+            return iteration + 1, state, metrics
+
+        state = state._replace(env=self.env.reset_summary(state.env))
+        _, metrics = jax.eval_shape(self._run_train, state)
+        carry = 0, state, optax.tree.zeros_like(metrics)
+        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
+        return state, metrics
+
+    def _run_collect(self, state: TrainState) -> TrainState:
+        """One vector step: act, step the environments, store."""
+        key, action_key = jax.random.split(state.key)
+        obs = state.env.obs  # [N, *obs]
+        action = self.agent.sample(state.learner, obs, state.step, action_key)  # [N]
+        env, timestep = self.env.step(state.env, action)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=timestep.reward,
+            terminated=timestep.terminated,
+            truncated=timestep.truncated,
+            valid=~state.env.ended,
+        )
+        replay = self.replay.add(state.replay, transition)
+        step = state.step + self.config.num_envs
+        return state._replace(env=env, replay=replay, key=key, step=step)
+
+    def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+        """One update on a batch from replay."""
+        key, sample_key, learn_key = jax.random.split(state.key, 3)
+        batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
+        learner, metrics = self.agent.learn(state.learner, batch, learn_key)
+        counts = {"charts/updates": jnp.ones(()), "charts/target_updates": jnp.zeros(())}
+        return state._replace(learner=learner, key=key), metrics | counts
+
+    def _run_sync(self, _: Array, state: TrainState) -> TrainState:
+        return state._replace(learner=self.algorithm.sync_target(state.learner))
+
+
+if __name__ == "__main__":
+    run(Trainer, Config, PRESETS)
