@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
-from gymnasium import spaces
 from q_learning import PARAMS, TARGET, hand_batch, linear_algorithm, return_after_cartpole
 
 from algos import double_dqn
-from algos.double_dqn import Algorithm, Config, LearnerState
+from algos.double_dqn import Algorithm, LearnerState
 from common.replay import Batch
 
 
@@ -39,20 +38,21 @@ def test_gradient_step_by_hand():
 
 
 def test_loss_equals_rlax():
-    algorithm = Algorithm(Config(), spaces.Box(-1, 1, (4,)), spaces.Discrete(3))
-    keys = jax.random.split(jax.random.key(0), 4)
-    state = algorithm.init(keys[0])._replace(target_params=algorithm.init(keys[1]).params)
-    obs, next_obs = jax.random.normal(keys[2], (2, 32, 4))
-    reward, discount = jax.random.uniform(keys[3], (2, 32))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params, target_params = ({"w": w} for w in jax.random.normal(keys[0], (2, 4, 3)))
+    obs, next_obs = jax.random.normal(keys[1], (2, 32, 4))
+    reward, discount = jax.random.uniform(keys[2], (2, 32))
     action = jnp.arange(32) % 3
     batch = Batch(obs, action, reward, discount, next_obs, jnp.ones(32), ())
-    q_values, selector = (algorithm.predict(state.params, x) for x in (obs, next_obs))
-    next_q_values = algorithm.predict(state.target_params, next_obs)
+    q_values, selector = obs @ params["w"], next_obs @ params["w"]
+    next_q_values = next_obs @ target_params["w"]
     assert (selector.argmax(axis=-1) != next_q_values.argmax(axis=-1)).any()
     td_error = jax.vmap(rlax.double_q_learning)(
         q_values, action, reward, discount, next_q_values, selector
     )
-    loss, _ = algorithm.loss_fn(state.params, batch, algorithm.td_target(state, batch))
+    algorithm = linear_algorithm(double_dqn)
+    td_target = algorithm.td_target(LearnerState(params, target_params, ()), batch)
+    loss, _ = algorithm.loss_fn(params, batch, td_target)
     np.testing.assert_allclose(loss, (td_error**2).mean(), rtol=1e-5)
 
 
@@ -79,4 +79,6 @@ def test_no_unavailable_action_is_chosen():
 
 @pytest.mark.learning
 def test_learns_cartpole():
+    # 8 seeds gave 181 to 500; no bootstrap, and a wrong sign before it, gave 10 to 88. With argmin
+    # for argmax two seeds gave 156 and 480: CartPole does not tell, the targets by hand above do.
     assert return_after_cartpole(double_dqn, 1) >= 100
