@@ -12,7 +12,8 @@ from common.ranges import Fraction, NonNegative, Positive, ProperFraction, Range
 
 from common.run.config import check_minibatches, check_ranges, check_updates
 
-ALGOS = ["dqn", "ppo", "a2c", "ppo_rnn", "ddpg", "td3", "sac", "sac_discrete"]
+DQNS = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn"]
+ALGOS = [*DQNS, "ppo", "a2c", "ppo_rnn", "ddpg", "td3", "sac", "sac_discrete"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def test_bools_and_choices_are_held_to_their_types():
         importlib.import_module("algos.ppo_rnn").Config(core="rnn")
 
 
-@pytest.mark.parametrize("algo", ["dqn", "ddpg", "td3", "sac", "sac_discrete"])
+@pytest.mark.parametrize("algo", [*DQNS, "ddpg", "td3", "sac", "sac_discrete"])
 def test_replay_holds_a_batch_and_a_transition(algo):
     config = importlib.import_module(f"algos.{algo}").Config()
     with pytest.raises(UserError, match="--batch-size 3 is larger than --buffer-size 2"):

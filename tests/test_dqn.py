@@ -5,11 +5,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import rlax
+from q_learning import PARAMS, TARGET, hand_batch, linear_algorithm, return_after_cartpole
 
-from algos.dqn import PRESETS, Agent, Algorithm, Config, LearnerState, Trainer
+from algos import dqn
+from algos.dqn import PRESETS, Agent, Config, LearnerState, Trainer
 from common.replay import Batch
 
 SMALL = Config(total_timesteps=2_000, learning_starts=200, log_frequency=500, batch_size=16)
@@ -22,40 +23,15 @@ def algorithm():
     return trainer.algorithm
 
 
-def linear_algorithm(**options) -> Algorithm:
-    """An Algorithm whose Q-values are obs @ W, for arithmetic by hand."""
-    algorithm = object.__new__(Algorithm)
-    algorithm.config = Config(**options)
-    algorithm.predict = lambda params, obs: obs @ params["w"]
-    algorithm.optimizer = optax.sgd(1.0)
-    return algorithm
-
-
-PARAMS = {"w": jnp.array([[1.0, 2.0], [3.0, -1.0]])}  # Q(s) = s @ w
-TARGET = {"w": jnp.array([[2.0, 0.0], [0.0, 5.0]])}
-
-
-def hand_batch(weight=(1.0, 1.0, 1.0)) -> Batch:
-    return Batch(
-        obs=jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
-        action=jnp.array([0, 1, 1]),
-        reward=jnp.array([1.0, 2.0, 3.0]),
-        discount=jnp.array([0.5, 0.0, 0.25]),  # the second row is terminal, the third is 2-step
-        next_obs=jnp.array([[1.0, 1.0], [9.0, 9.0], [2.0, -1.0]]),
-        weight=jnp.array(weight),
-        extras=(),
-    )
-
-
 def test_td_target_by_hand():
     # max_a Q⁻: row 0 max(2, 5) = 5, row 1 does not count, row 2 max(4, -5) = 4
-    target = linear_algorithm().td_target(TARGET, hand_batch())
+    target = linear_algorithm(dqn).td_target(TARGET, hand_batch())
     assert target.tolist() == [1 + 0.5 * 5, 2, 3 + 0.25 * 4]
 
 
 def test_loss_by_hand():
     # Q(s, a): 1, -1, 2 + -1 = 1 against the targets 3.5, 2, 4: errors 2.5, 3, 3
-    algorithm = linear_algorithm()
+    algorithm = linear_algorithm(dqn)
     target = jnp.array([3.5, 2.0, 4.0])
     loss, metrics = algorithm.loss_fn(PARAMS, hand_batch(), target)
     np.testing.assert_allclose(loss, (6.25 + 9 + 9) / 3)
@@ -63,7 +39,7 @@ def test_loss_by_hand():
 
 
 def test_weights_multiply_each_row_of_the_loss():
-    algorithm = linear_algorithm()
+    algorithm = linear_algorithm(dqn)
     target = jnp.array([3.5, 2.0, 4.0])
     loss, _ = algorithm.loss_fn(PARAMS, hand_batch(weight=(1.5, 0.0, 1.5)), target)
     np.testing.assert_allclose(loss, (1.5 * 6.25 + 1.5 * 9) / 3)
@@ -71,7 +47,7 @@ def test_weights_multiply_each_row_of_the_loss():
 
 def test_gradient_step_by_hand():
     # dL/dQ(s_i, a_i) = -2 δ_i / B; row 0 moves w[0, 0], rows 1 and 2 move column 1
-    algorithm = linear_algorithm()
+    algorithm = linear_algorithm(dqn)
     state = LearnerState(PARAMS, TARGET, algorithm.optimizer.init(PARAMS))
     new_state, metrics = algorithm.learn(state, hand_batch())
     gradient = -2 / 3 * np.array([[2.5, 3.0], [0.0, 3.0 + 3.0]])
@@ -98,7 +74,7 @@ def test_td_error_equals_rlax(algorithm):
 
 @pytest.mark.parametrize("tau", [1.0, 0.25])
 def test_sync_target(tau):
-    algorithm = linear_algorithm(tau=tau)
+    algorithm = linear_algorithm(dqn, tau=tau)
     state = algorithm.sync_target(LearnerState(PARAMS, TARGET, ()))
     expected = tau * PARAMS["w"] + (1 - tau) * TARGET["w"]
     np.testing.assert_allclose(state.target_params["w"], expected)
@@ -227,17 +203,5 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [1, 2])
 def test_learns_cartpole(seed):
-    config = Config(
-        seed=seed,
-        total_timesteps=50_000,
-        learning_starts=1_000,
-        learning_rate=1e-3,
-        exploration_fraction=0.4,
-        target_network_frequency=250,
-        train_frequency=4,
-    )
-    trainer = Trainer(config)
-    for _ in trainer():
-        pass
     # 8 seeds gave 133 to 500; no bootstrap, argmin for max, and a wrong sign gave 10 to 26.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 100
+    assert return_after_cartpole(dqn, seed) >= 100

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_helpers import run_alone
 
-from algos import a2c, dqn, ppo, ppo_rnn
+from algos import a2c, dqn, ppo, ppo_rnn, prioritized_dqn
 from common import load
 from common.errors import UserError
 
@@ -15,19 +15,22 @@ from common.run.logger import read_metrics
 from common.run.seeds import batch_seeds, state_of_seed
 
 PPO = Path(ppo.__file__)
+WITH_REPLAY = [dqn, prioritized_dqn]
 GYMNAX = ("--env-id", "gymnax/CartPole-v1")
 SHORT = (*GYMNAX, "--log-frequency", 2048, "--eval-frequency", 2048, "--eval-episodes", 4)
 
 
 def make(module, seed):
-    options = {"learning_starts": 500} if module is dqn else {}
+    options = {"learning_starts": 500} if module in WITH_REPLAY else {}
     config = module.Config(env_id="gymnax/CartPole-v1", total_timesteps=8192, seed=seed, **options)
     return module.Trainer(config)
 
 
-@pytest.mark.parametrize("module", [dqn, ppo, a2c, ppo_rnn], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [*WITH_REPLAY, ppo, a2c, ppo_rnn], ids=lambda module: module.__name__
+)
 def test_a_seed_learns_what_it_learns_alone(module):
-    iterations = 100 if module is dqn else 4
+    iterations = 100 if module in WITH_REPLAY else 4
     together, alone = make(module, 3), make(module, 5)
     before = state_of_seed((batch_seeds(together, 3), together.state)[1], 2).learner.params
     together.state, _ = together.compiled_run(together.state, iterations)

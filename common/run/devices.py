@@ -59,8 +59,8 @@ def _shardings(mesh: Any, state: TrainState) -> Any:
     def of_part(name: str, part: Any) -> Any:
         if name in ("env", "core"):
             return jax.tree.map(lambda x: along(DATA_AXIS) if x.ndim else along(), part)
-        if isinstance(part, ReplayState):
-            return jax.tree.map(lambda x: along(None, DATA_AXIS) if x.ndim else along(), part)
+        if isinstance(part, ReplayState):  # rows [T, N, ...]; priorities have no axis of N
+            return jax.tree.map(lambda x: along(None, DATA_AXIS) if x.ndim > 1 else along(), part)
         return jax.tree.map(lambda _: along(), part)
 
     return state._replace(**{k: of_part(k, part) for k, part in state._asdict().items()})

@@ -64,5 +64,5 @@ def _axes(state: TrainState) -> Any:
     axes: dict[str, Any] = dict.fromkeys(state._asdict(), 0) | {"step": None}
     for name, part in state._asdict().items():
         if isinstance(part, ReplayState):
-            axes[name] = ReplayState(storage=0, stack_start=0, position=None, size=None)  # type: ignore
+            axes[name] = ReplayState(0, 0, position=None, size=None, priorities=0)  # type: ignore
     return state._replace(**axes)
