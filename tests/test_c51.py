@@ -187,7 +187,7 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 def test_learns_cartpole():
     config = Config(
-        total_timesteps=40_000,
+        total_timesteps=50_000,
         learning_starts=1_000,
         learning_rate=1e-3,
         exploration_fraction=0.4,
