@@ -199,4 +199,5 @@ def test_learns_cartpole():
     trainer = Trainer(config)
     for _ in trainer():
         pass
+    # 8 seeds gave 121 to 500; no bootstrap, and one behind terminations too, gave 9 to 48.
     assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 100
