@@ -27,7 +27,7 @@ from common.envs import EnvBackend, EnvState, make_env, require_action_space
 from common.errors import UserError
 from common.exploration import random_action
 from common.networks import MLP, Encoder
-from common.ranges import Fraction, NonNegative, Positive
+from common.ranges import Finite, Fraction, NonNegative, Positive
 from common.replay import Batch, Replay, ReplayState, Transition
 from common.schedules import count_events
 from common.targets import categorical_projection
@@ -55,8 +55,8 @@ class Config:
     buffer_size: Positive[int] = 10_000  # transitions in the replay buffer, over all environments
     gamma: Fraction = 0.99  # discount of one step
     num_atoms: Positive[int] = 101  # M, atoms of the distribution; 51 in the paper
-    v_min: float = -100.0  # return of the first atom; -10 in the paper
-    v_max: float = 100.0  # return of the last atom; 10 in the paper
+    v_min: Finite[float] = -100.0  # return of the first atom; -10 in the paper
+    v_max: Finite[float] = 100.0  # return of the last atom; 10 in the paper
     n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
     frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
@@ -65,7 +65,7 @@ class Config:
     start_epsilon: Fraction = 1.0  # ε, the exploration rate, at the first step
     end_epsilon: Fraction = 0.05  # ε after exploration_fraction of the run
     exploration_fraction: Fraction = 0.5  # share of the run over which ε falls linearly
-    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.05
+    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.001
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 10  # env steps between two updates
 
@@ -84,17 +84,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,
-        "learning_rate": 1e-4,
+        "learning_rate": 2.5e-4,
         "buffer_size": 1_000_000,
         "frame_stack": 4,
-        "target_network_frequency": 1_000,
+        "target_network_frequency": 10_000,
         "num_atoms": 51,
         "v_min": -10.0,
         "v_max": 10.0,
         "batch_size": 32,
         "end_epsilon": 0.01,
         "exploration_fraction": 0.1,
-        "evaluation_epsilon": 0.05,
+        "evaluation_epsilon": 0.001,
         "learning_starts": 80_000,
         "train_frequency": 4,
     },
@@ -171,7 +171,7 @@ class Algorithm:
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One gradient step on a batch."""
-        td_target = self.td_target(state.target_params, batch)  # [B]
+        td_target = self.td_target(state.target_params, batch)  # [B, M]
         grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch, td_target)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -4,8 +4,8 @@ Dabney et al. 2018, https://arxiv.org/abs/1710.10044      Docs: docs/algorithms/
 
     Q(s, a) = 1/N Σ_i θ_i(s, a)                               predict
     y_j  = r + γ (1 - terminated) θ_j(s', argmax_a' Q(s', a'; θ⁻); θ⁻)  td_target
-    L(θ) = E[Σ_i E_j[ρ_τi(y_j - θ_i(s, a; θ))]] (eq. 10)      loss_fn
-    ρ_τ  = |τ - 1{u < 0}| Huber(u),  τ_i = (i + ½) / N        targets.quantile_huber_loss
+    L(θ) = E[Σ_i E_j[ρ_τi(y_j - θ_i(s, a; θ))]]               loss_fn
+    ρ_τ(u) = |τ - 1{u < 0}| L_κ(u) / κ (eq. 10), τ_i = (i + ½) / N  targets.quantile_huber_loss
     θ⁻   = τ θ + (1 - τ) θ⁻                                   sync_target
     a    = argmax_a Q(s, a; θ), or uniform with probability ε  epsilon_greedy
 """
@@ -40,7 +40,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
+    """Hyper-parameters; the defaults are DQN's but for the step size and the target network."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -64,7 +64,7 @@ class Config:
     start_epsilon: Fraction = 1.0  # ε, the exploration rate, at the first step
     end_epsilon: Fraction = 0.05  # ε after exploration_fraction of the run
     exploration_fraction: Fraction = 0.5  # share of the run over which ε falls linearly
-    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.05
+    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.001
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 10  # env steps between two updates
 
@@ -81,12 +81,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 5e-5,
         "buffer_size": 1_000_000,
         "frame_stack": 4,
-        "target_network_frequency": 1_000,
+        "target_network_frequency": 10_000,
         "num_quantiles": 200,
         "batch_size": 32,
         "end_epsilon": 0.01,
         "exploration_fraction": 0.1,
-        "evaluation_epsilon": 0.05,
+        "evaluation_epsilon": 0.001,
         "learning_starts": 80_000,
         "train_frequency": 4,
     },
@@ -124,7 +124,7 @@ class Algorithm:
     def __init__(self, config: Config, obs_space: spaces.Space, action_space: spaces.Space):
         self.config = config
         self.make_model = partial(Model, config, obs_space, action_space)
-        self.tau = (jnp.arange(config.num_quantiles) + 0.5) / config.num_quantiles  # [N]
+        self.fractions = (jnp.arange(config.num_quantiles) + 0.5) / config.num_quantiles  # [N]
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
         self.optimizer = optax.flatten(
             optax.adam(config.learning_rate, eps=0.01 / config.batch_size)
@@ -151,18 +151,18 @@ class Algorithm:
     def loss_fn(
         self, params: Any, batch: Batch, td_target: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """E[Σ_i E_j[ρ_τi(y_j - θ_i(s, a; θ))]] over the valid rows of the batch (eq. 10)."""
+        """E[Σ_i E_j[ρ_τi(y_j - θ_i(s, a; θ))]] over the valid rows of the batch."""
         quantiles = self.model(params).value(batch.obs)  # [B, A, N]
         action = batch.action[:, None, None]  # [B, 1, 1]
         quantiles = jnp.take_along_axis(quantiles, action, axis=1)[:, 0]  # [B, N]
-        error = quantile_huber_loss(quantiles, self.tau, td_target, self.config.kappa)  # [B]
+        error = quantile_huber_loss(quantiles, self.fractions, td_target, self.config.kappa)  # [B]
         chex.assert_equal_shape([error, batch.weight])
         loss = (batch.weight * error).mean()
         return loss, {"td_loss": loss, "q_values": (batch.weight * quantiles.mean(axis=-1)).mean()}
 
     def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
         """One gradient step on a batch."""
-        td_target = self.td_target(state.target_params, batch)  # [B]
+        td_target = self.td_target(state.target_params, batch)  # [B, N]
         grads, metrics = jax.grad(self.loss_fn, has_aux=True)(state.params, batch, td_target)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

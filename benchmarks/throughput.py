@@ -1,19 +1,21 @@
 """Env steps a second of the training loop, against a plain Python loop and against its own limit.
 
     python benchmarks/throughput.py                    # DQN on CartPole-v1, one core and all cores
+    python benchmarks/throughput.py --algo c51         # the same for C51
     python benchmarks/throughput.py --memory-steps 5000000
 
 Every figure is the median of repeats that are interleaved in one process, so that a machine whose
 speed drifts slows all of them alike; quote the ratios. Compilation is left out.
 
-    loop      the training loop of algos/dqn.py
+    loop      the training loop of algos/ALGO.py
     baseline  the same Algorithm, called from a Python loop over gymnasium.make_vec
     env       the environments alone, stepped by random actions inside a compiled loop
     learn     the updates alone, on a full replay buffer, in env steps (an update every 10)
     limit     1 / (1 / env + 1 / learn): no loop that does both on one core can be faster
-    plain     `python algos/dqn.py` as a user starts it, from its own log (with all cores allowed)
+    plain     `python algos/ALGO.py` as a user starts it, from its own log (with all cores allowed)
 """
 
+import importlib
 import json
 import os
 import platform
@@ -23,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -43,6 +45,8 @@ Measure = Callable[[int], None]
 class Options:
     """What to measure."""
 
+    algo: Literal["dqn", "c51", "qr_dqn"] = "dqn"
+    """file in algos/"""
     num_envs: tuple[int, ...] = (1, 8)
     """numbers of parallel environments"""
     repeats: int = 9
@@ -52,7 +56,7 @@ class Options:
     memory_steps: int = 0
     """instead, train for as many steps and write the resident memory over them"""
     out: str = str(RESULTS)
-    """folder for throughput.json, throughput.md and throughput.png"""
+    """folder for throughput.json, .md and .png, or throughput_ALGO.* of another algorithm"""
     worker: bool = False
     """used by the program itself: measure in this process and print JSON"""
 
@@ -71,19 +75,25 @@ def main(options: Options) -> None:
         return
     cores = sorted(os.sched_getaffinity(0))
     results: dict[str, Any] = {"machine": describe_machine(), "figures": {}}
-    results["figures"]["one core"] = run_worker(options, {cores[0]}) | run_plain(options, cores)
-    results["figures"]["all cores"] = run_worker(options, set(cores))
-    (out / "throughput.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "throughput.md").write_text(table)
-    save_picture(results, out / "throughput.png")
+    plain = run_plain(options, cores, options.algo)
+    flags = ["--algo", options.algo]
+    results["figures"]["one core"] = run_worker(options, {cores[0]}, flags=flags) | plain
+    results["figures"]["all cores"] = run_worker(options, set(cores), flags=flags)
+    name = "throughput" if options.algo == "dqn" else f"throughput_{options.algo}"
+    (out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    table = as_table(results, options.algo)
+    (out / f"{name}.md").write_text(table)
+    save_picture(results, out / f"{name}.png", options.algo)
     print(table)
 
 
-def run_worker(options: Any, cores: set[int], program: str = __file__) -> dict[str, float]:
+def run_worker(
+    options: Any, cores: set[int], program: str = __file__, flags: Sequence[str] = ()
+) -> dict[str, float]:
     """Measure everything in a process of its own on the given cores."""
-    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
-    return in_process([program, *flags, "--num-envs", *map(str, options.num_envs)], cores)
+    flags = [*flags, "--worker", "--repeats", str(options.repeats)]
+    flags += ["--seconds", str(options.seconds), "--num-envs", *map(str, options.num_envs)]
+    return in_process([program, *flags], cores)
 
 
 def in_process(
@@ -131,8 +141,7 @@ def logged_rate(algo: str, num_envs: int, cores: set[int]) -> float:
 
 def measure_all(options: Options) -> dict[str, float]:
     """Return env steps a second by name, as medians of interleaved repeats."""
-    from algos.dqn import Config
-
+    Config = importlib.import_module(f"algos.{options.algo}").Config
     measures: dict[str, tuple[Measure, float]] = {}
     for num_envs in options.num_envs:
         config = Config(num_envs=num_envs)
@@ -180,13 +189,16 @@ def calibrate(run: Measure, seconds: float, first: int = 100) -> int:
         count *= 4
 
 
+def module_of(config: Any) -> Any:
+    """Return the algorithm file of a Config."""
+    return importlib.import_module(type(config).__module__)
+
+
 def loop_measure(config: Any) -> Measure:
     """Iterations of the training loop after learning has started."""
     import jax
 
-    from algos.dqn import Trainer
-
-    trainer = Trainer(config)
+    trainer = module_of(config).Trainer(config)
     trainer.state, _ = trainer.compiled_run(
         trainer.state, 2 * config.learning_starts // config.num_envs
     )
@@ -238,9 +250,7 @@ def learn_measure(config: Any) -> Measure:
     import jax
     from jax import lax
 
-    from algos.dqn import Trainer
-
-    trainer = Trainer(config)
+    trainer = module_of(config).Trainer(config)
     # The loop keeps the trainer alive through this closure, and its pool with it.
     state, _ = trainer.compiled_run(trainer.state, config.buffer_size // config.num_envs)
 
@@ -264,13 +274,12 @@ class PythonLoop:
         import jax
         import numpy as np
 
-        from algos.dqn import Agent, Algorithm
-
+        algo = module_of(config)
         n, self.config = config.num_envs, config
         self.envs = gymnasium.make_vec(config.env_id, num_envs=n, vectorization_mode="sync")
         spaces = self.envs.single_observation_space, self.envs.single_action_space
-        algorithm = Algorithm(config, *spaces)
-        agent = Agent(config, algorithm)
+        algorithm = algo.Algorithm(config, *spaces)
+        agent = algo.Agent(config, algorithm)
         self.sample = jax.jit(agent.sample)
         self.learn = jax.jit(agent.learn, donate_argnums=0)
         self.split = jax.random.split

@@ -41,6 +41,7 @@ class Range(NamedTuple):
         return " and ".join(word.format(x) for word, x in words.items() if x is not None)
 
 
+Finite = Annotated[T, Range()]
 Positive = Annotated[T, Range(above=0)]
 NonNegative = Annotated[T, Range(at_least=0)]
 Fraction = Annotated[float, Range(at_least=0, at_most=1)]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from algos import c51
 from algos.ppo import Config
 
 from common.run import cli
@@ -108,6 +109,15 @@ def test_pong_is_summarized_by_medians_and_their_limit() -> None:
 
 
 # Measuring
+
+
+def test_the_plain_loop_learns_by_the_update_of_the_file_of_its_config() -> None:
+    loop = throughput.PythonLoop(c51.Config(num_envs=2, buffer_size=40, batch_size=8))
+    before = np.array(loop.learner.params["head"]["kernel"])  # a copy: learning donates it
+    assert before.shape == (84, 2 * 101)
+    loop.run(5)  # 10 env steps, so one update
+    assert int(loop.learner.opt_state[0].count) == 1
+    assert (before != loop.learner.params["head"]["kernel"]).any()
 
 
 def test_worker_measures_a_loop_below_its_limit(
