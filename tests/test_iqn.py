@@ -210,12 +210,15 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 def test_learns_cartpole():
     config = Config(
-        total_timesteps=30_000,
+        total_timesteps=50_000,
         learning_starts=1_000,
         batch_size=64,
         exploration_fraction=0.4,
-        target_network_frequency=500,
+        target_network_frequency=250,
         train_frequency=4,
+        num_tau=4,
+        num_target_tau=4,
+        num_policy_tau=4,
     )
     trainer = Trainer(config)
     for _ in trainer():

@@ -201,6 +201,7 @@ def test_noisy_linear_at_first() -> None:
         np.testing.assert_allclose(mean.std(), 0.1 / np.sqrt(3), rtol=0.05)
     for sigma in (layer.sigma_kernel[...], layer.sigma_bias[...]):
         np.testing.assert_allclose(sigma, 0.03, rtol=1e-6)
+        assert not sigma.weak_type, "else a run compiles again after its first log point"
 
 
 def test_noise_has_the_mean_0_and_reaches_the_sigmas() -> None:

@@ -75,12 +75,12 @@ def test_environments_explore_differently_and_evaluation_does_not(algorithm, par
     agent = Agent(Config(num_envs=50), algorithm)
     state, obs = LearnerState(params, params, ()), jnp.ones((50, 4))
     sample = jax.jit(agent.sample)
-    actions = [np.asarray(sample(state, obs, 0, jax.random.key(i))) for i in range(20)]
+    actions = [np.asarray(sample(state, obs, 0, jax.random.key(i))) for i in range(200)]
     assert len(np.unique(actions[0])) > 1, "of the same observation"
     assert (np.ptp(actions, axis=0) > 0).all(), "each environment draws again at each step"
     predict = jax.jit(agent.predict)
     evaluated = [np.asarray(predict(state, obs, jax.random.key(i))) for i in range(2)]
-    best = algorithm.predict(params, obs).argmax(axis=1)
+    best = jax.jit(algorithm.predict)(params, obs).argmax(axis=1)
     assert (evaluated == np.asarray(best)).all()
 
 
@@ -92,8 +92,8 @@ def test_without_sigma_all_act_alike(algorithm, params):
 
     quiet = jax.tree_util.tree_map_with_path(silent, params)
     obs = jnp.ones((50, 4))
-    action = agent.sample(LearnerState(quiet, quiet, ()), obs, 0, jax.random.key(0))
-    assert (action == algorithm.predict(params, obs).argmax(axis=1)).all()
+    action = jax.jit(agent.sample)(LearnerState(quiet, quiet, ()), obs, 0, jax.random.key(0))
+    assert (action == jax.jit(algorithm.predict)(params, obs).argmax(axis=1)).all()
 
 
 def test_masks_rule_actions_out():
@@ -106,21 +106,23 @@ def test_masks_rule_actions_out():
     mask = jnp.tile(jnp.array([0, 1, 0]), (32, 1))
     obs = {"action_mask": mask, "observation": features}
     agent, key = Agent(config, algorithm), jax.random.key(2)
-    assert (agent.sample(state, obs, 0, key) == 1).all()
-    assert (agent.predict(state, obs, key) == 1).all()
+    assert (jax.jit(agent.sample)(state, obs, 0, key) == 1).all()
+    assert (jax.jit(agent.predict)(state, obs, key) == 1).all()
     rows = dict(reward=jnp.zeros(32), discount=jnp.ones(32), weight=jnp.ones(32), extras=())
     batch = Batch(obs=obs, action=jnp.ones(32, int), next_obs=obs, **rows)
-    free = algorithm.model(state.params).value(obs, key)  # [B, A]
+    free = jax.jit(lambda *args: algorithm.model(state.params).value(*args))(obs, key)  # [B, A]
     assert (free.argmax(axis=1) != 1).any()
-    np.testing.assert_allclose(algorithm.td_target(state.params, batch, key), free[:, 1], rtol=1e-6)
+    target = jax.jit(algorithm.td_target)(state.params, batch, key)
+    np.testing.assert_allclose(target, free[:, 1], rtol=1e-5)
 
 
 def test_logs_have_no_epsilon():
     config = Config(env_id="gymnax/CartPole-v1", total_timesteps=400, learning_starts=200)
-    trainer = Trainer(replace(config, log_frequency=400, batch_size=16))
+    trainer = Trainer(replace(config, log_frequency=200, batch_size=16))
     logs = {k: v for log_data in trainer() for k, v in log_data["logs"].items()}
     assert "charts/epsilon" not in logs and logs["charts/updates"] == 20
     assert np.isfinite(logs["losses/td_loss"])
+    assert trainer.compiled_run._cache_size() == 1, "one program for both log points"
 
 
 def test_runs_on_atari_with_the_preset():
@@ -137,9 +139,10 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 def test_learns_cartpole():
     config = Config(
-        total_timesteps=50_000,
+        total_timesteps=40_000,
         learning_starts=1_000,
         learning_rate=1e-3,
+        batch_size=64,
         target_network_frequency=250,
         train_frequency=4,
     )
