@@ -35,18 +35,24 @@ def random_batch(rows: int = 12) -> Batch:
 
 
 def test_targets_and_loss_are_of_noisy_values(algorithm, params):
-    batch, key, predict = random_batch(), jax.random.key(1), jax.jit(algorithm.predict)
-    next_q_values = predict(params, batch.next_obs, key)
-    assert not np.isclose(next_q_values, predict(params, batch.next_obs)).all()
-    target = jax.jit(algorithm.td_target)(params, batch, key)
-    expected = batch.reward + batch.discount * np.asarray(next_q_values).max(axis=1)
-    np.testing.assert_allclose(target, expected, rtol=1e-6)
-    other = jax.random.key(2)
-    q_values = np.asarray(predict(params, batch.obs, other))
+    batch, key, other = random_batch(), jax.random.key(1), jax.random.key(2)
+
+    @jax.jit
+    def results(params):
+        target = algorithm.td_target(params, batch, key)
+        next_q_values = algorithm.predict(params, batch.next_obs, key)
+        means = algorithm.predict(params, batch.next_obs)
+        q_values = algorithm.predict(params, batch.obs, other)
+        loss, metrics = algorithm.loss_fn(params, batch, target, other)
+        return target, next_q_values, means, q_values, loss, metrics["q_values"]
+
+    target, next_q_values, means, q_values, loss, mean = map(np.asarray, results(params))
+    assert not np.isclose(next_q_values, means).any()
+    expected = batch.reward + batch.discount * next_q_values.max(axis=1)
+    np.testing.assert_allclose(target, expected, rtol=1e-5)
     q_value = q_values[np.arange(12), batch.action]
-    loss, metrics = jax.jit(algorithm.loss_fn)(params, batch, target, other)
     np.testing.assert_allclose(loss, ((target - q_value) ** 2).mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["q_values"], q_value.mean(), rtol=1e-5)
+    np.testing.assert_allclose(mean, q_value.mean(), rtol=1e-4)
 
 
 def test_online_and_target_network_have_noise_of_their_own(algorithm, params, monkeypatch):
@@ -96,33 +102,28 @@ def test_without_sigma_all_act_alike(algorithm, params):
     assert (action == jax.jit(algorithm.predict)(params, obs).argmax(axis=1)).all()
 
 
-def test_masks_rule_actions_out():
-    mask_space = spaces.MultiBinary(3)
-    space = spaces.Dict({"action_mask": mask_space, "observation": OBS_SPACE})
+def test_masks_rule_actions_out(params):
+    """The mask is no input of the network, so the parameters fit."""
+    parts = {"action_mask": spaces.MultiBinary(3), "observation": OBS_SPACE}
     config = Config(num_envs=32)
-    algorithm = Algorithm(config, space, spaces.Discrete(3))
-    state = algorithm.init(jax.random.key(0))
+    algorithm = Algorithm(config, spaces.Dict(parts), spaces.Discrete(3))
+    agent, state = Agent(config, algorithm), LearnerState(params, params, ())
     features = jax.random.normal(jax.random.key(1), (32, 4))
     mask = jnp.tile(jnp.array([0, 1, 0]), (32, 1))
     obs = {"action_mask": mask, "observation": features}
-    agent, key = Agent(config, algorithm), jax.random.key(2)
-    assert (jax.jit(agent.sample)(state, obs, 0, key) == 1).all()
-    assert (jax.jit(agent.predict)(state, obs, key) == 1).all()
     rows = dict(reward=jnp.zeros(32), discount=jnp.ones(32), weight=jnp.ones(32), extras=())
     batch = Batch(obs=obs, action=jnp.ones(32, int), next_obs=obs, **rows)
-    free = jax.jit(lambda *args: algorithm.model(state.params).value(*args))(obs, key)  # [B, A]
+
+    @jax.jit
+    def results(key):
+        free = algorithm.model(params).value(obs, key)  # [B, A]
+        actions = agent.sample(state, obs, 0, key), agent.predict(state, obs, key)
+        return free, actions, algorithm.td_target(params, batch, key)
+
+    free, actions, target = results(jax.random.key(2))
+    assert (np.asarray(actions) == 1).all()
     assert (free.argmax(axis=1) != 1).any()
-    target = jax.jit(algorithm.td_target)(state.params, batch, key)
     np.testing.assert_allclose(target, free[:, 1], rtol=1e-5)
-
-
-def test_logs_have_no_epsilon():
-    config = Config(env_id="gymnax/CartPole-v1", total_timesteps=400, learning_starts=200)
-    trainer = Trainer(replace(config, log_frequency=200, batch_size=16))
-    logs = {k: v for log_data in trainer() for k, v in log_data["logs"].items()}
-    assert "charts/epsilon" not in logs and logs["charts/updates"] == 20
-    assert np.isfinite(logs["losses/td_loss"])
-    assert trainer.compiled_run._cache_size() == 1, "one program for both log points"
 
 
 def test_runs_on_atari_with_the_preset():
@@ -133,6 +134,7 @@ def test_runs_on_atari_with_the_preset():
     logs = {k: v for log_data in trainer() for k, v in log_data["logs"].items()}
     layers = trainer.state.learner.params["mlp"]["layers"]
     assert [x["sigma_kernel"].shape for x in (layers[0], layers[1])] == [(3136, 512), (512, 4)]
+    assert "charts/epsilon" not in logs
     assert logs["charts/updates"] == 2 and np.isfinite(logs["losses/td_loss"])
 
 
@@ -149,5 +151,6 @@ def test_learns_cartpole():
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    # SEEDS
+    # 4 seeds gave 216 to 277; no bootstrap gave 9, and no noise (--sigma 1e-9) 9.
+    assert trainer.compiled_run._cache_size() == 1, "one program for all log points"
     assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 120
