@@ -40,7 +40,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
+    """Hyper-parameters; the defaults are DQN's but for step size and target updates."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -109,10 +109,9 @@ class Model(nnx.Module):
 
     def value(self, obs: Any, tau: Array) -> Array:
         """[B, *obs], fractions [B, N] -> values Z_τ [B, N, A]."""
-        features = self.torso(self.encoder(obs))  # [B, F]
-        cosines = jnp.cos(jnp.pi * jnp.arange(64) * tau[..., None])  # [B, N, 64]
-        product = features[:, None, :] * self.embedding(cosines)  # [B, N, F]
-        return self.head(self.hidden(product))  # [B, N, A]
+        psi = jnp.repeat(self.torso(self.encoder(obs)), tau.shape[1], axis=0)  # [B N, F]
+        phi = self.embedding(jnp.cos(jnp.pi * jnp.arange(64) * tau.reshape(-1, 1)))  # [B N, F]
+        return self.head(self.hidden(psi * phi)).reshape(*tau.shape, -1)  # [B, N, A]
 
 
 class LearnerState(NamedTuple):
@@ -130,9 +129,8 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
-        self.optimizer = optax.flatten(
-            optax.adam(config.learning_rate, eps=0.01 / config.batch_size)
-        )
+        adam = optax.adam(config.learning_rate, eps=0.01 / config.batch_size)
+        self.optimizer = optax.flatten(adam)
 
     def init(self, key: Array) -> LearnerState:
         """Draw new parameters; the target network starts as a copy."""
@@ -142,7 +140,7 @@ class Algorithm:
 
     def values(self, params: Any, obs: Any, num_tau: int, key: Array) -> tuple[Array, Array]:
         """[B, *obs] -> fractions τ ~ U(0, 1) [B, N], and values Z_τ there [B, N, A]."""
-        tau = jax.random.uniform(key, (len(jax.tree.leaves(obs)[0]), num_tau))  # [B, N]
+        tau = jax.random.uniform(key, (jax.tree.leaves(obs)[0].shape[0], num_tau))  # [B, N]
         return tau, self.model(params).value(obs, tau)
 
     def predict(self, params: Any, obs: Any, key: Array) -> Array:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from common.run.load import Policy
 
 PLATFORMS = ("cpu", "cuda")
-DRAWING = ("evaluation_epsilon", "eval_stochastic")  # fields of Config that make evaluation random
+# Fields of Config that make evaluation random where they are not 0 or False.
+DRAWING = ("evaluation_epsilon", "eval_stochastic", "num_policy_tau")
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ class NoisyLinear(nnx.Module):
 
         self.mean_kernel = nnx.Param(uniform(inputs, outputs))
         self.mean_bias = nnx.Param(uniform(outputs))
-        self.sigma_kernel = nnx.Param(jnp.full((inputs, outputs), sigma * bound))
-        self.sigma_bias = nnx.Param(jnp.full(outputs, sigma * bound))
+        self.sigma_kernel = nnx.Param(jnp.full((inputs, outputs), sigma * bound, jnp.float32))
+        self.sigma_bias = nnx.Param(jnp.full(outputs, sigma * bound, jnp.float32))
 
     def __call__(self, x: Array, key: Array | None = None, num_draws: int = 1) -> Array:
         """[B, inputs] -> [B, outputs], without noise where there is no key.

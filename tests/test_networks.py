@@ -12,7 +12,16 @@ from gymnasium import spaces
 from jax import lax
 
 from common.cpu_gradients import FEW
-from common.networks import MLP, Conv, Encoder, NatureCNN, Network, is_image
+from common.networks import (
+    MLP,
+    Conv,
+    Encoder,
+    NatureCNN,
+    Network,
+    NoisyLinear,
+    NoisyMLP,
+    is_image,
+)
 
 
 def image_space(*shape: int, high: int = 255) -> spaces.Box:
@@ -143,6 +152,90 @@ def test_mlp_without_layers_passes_its_input() -> None:
     np.testing.assert_array_equal(MLP((2,), nnx.Rngs(0))(jnp.float32([[-1, 2]])), [[-1, 2]])
 
 
+def noise_factor(key: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """f(ε) = sign(ε) √|ε| in float64."""
+    noise = np.float64(jax.random.normal(key, shape))
+    return np.sign(noise) * np.sqrt(np.abs(noise))
+
+
+def noisy_reference(layer: NoisyLinear, x: np.ndarray, key: Any, num_draws: int) -> np.ndarray:
+    """Equations 9 to 11 of Fortunato et al. 2018, row by row with whole matrices of noise."""
+    kernel, bias = np.float64(layer.mean_kernel[...]), np.float64(layer.mean_bias[...])
+    sigma_kernel, sigma_bias = layer.sigma_kernel[...], layer.sigma_bias[...]
+    in_key, out_key = jax.random.split(key)
+    noise_in = noise_factor(in_key, (num_draws, kernel.shape[0]))
+    noise_out = noise_factor(out_key, (num_draws, kernel.shape[1]))
+    rows = []
+    for i, row in enumerate(x):
+        draw = i % num_draws
+        noise = np.outer(noise_in[draw], noise_out[draw])  # [inputs, outputs] (eq. 10)
+        weights = kernel + np.float64(sigma_kernel) * noise
+        rows.append(row @ weights + bias + np.float64(sigma_bias) * noise_out[draw])
+    return np.array(rows)
+
+
+def other_sigmas(layer: NoisyLinear) -> NoisyLinear:
+    """Sigmas that all differ."""
+    for i, sigma in enumerate((layer.sigma_kernel, layer.sigma_bias)):
+        sigma[...] = jax.random.uniform(jax.random.key(i), sigma[...].shape)
+    return layer
+
+
+@pytest.mark.parametrize("num_draws", [1, 5])
+def test_noisy_linear_is_equations_9_to_11(num_draws: int) -> None:
+    layer = other_sigmas(NoisyLinear(4, 3, nnx.Rngs(0)))
+    x, key = np.random.default_rng(0).normal(size=(5, 4)), jax.random.key(7)
+    expected = noisy_reference(layer, x, key, num_draws)
+    np.testing.assert_allclose(layer(jnp.float32(x), key, num_draws), expected, rtol=1e-5)
+    means = x @ np.asarray(layer.mean_kernel[...]) + np.asarray(layer.mean_bias[...])
+    np.testing.assert_allclose(layer(jnp.float32(x)), means, rtol=1e-5)
+    assert not np.isclose(expected, means).any()
+    same = layer(jnp.ones((5, 4)), key, num_draws)
+    assert (len(np.unique(same, axis=0)) == 1) == (num_draws == 1)
+
+
+def test_noisy_linear_at_first() -> None:
+    layer = NoisyLinear(100, 400, nnx.Rngs(0), sigma=0.3)
+    for mean in (layer.mean_kernel[...], layer.mean_bias[...]):
+        assert -0.1 <= mean.min() < -0.098 and 0.098 < mean.max() <= 0.1
+        np.testing.assert_allclose(mean.std(), 0.1 / np.sqrt(3), rtol=0.05)
+    for sigma in (layer.sigma_kernel[...], layer.sigma_bias[...]):
+        np.testing.assert_allclose(sigma, 0.03, rtol=1e-6)
+        assert not sigma.weak_type, "else a run compiles again after its first log point"
+
+
+def test_noise_has_the_mean_0_and_reaches_the_sigmas() -> None:
+    layer = other_sigmas(NoisyLinear(3, 2, nnx.Rngs(0)))
+    x = jnp.float32([[1, -2, 0.5]])
+    outputs = jax.vmap(lambda key: layer(x, key)[0])(jax.random.split(jax.random.key(0), 40_000))
+    np.testing.assert_allclose(outputs.mean(axis=0), layer(x)[0], atol=0.03)
+    # Var = E|ε| Σ_i (σ_i x_i)² E|ε| + E|ε| σ_b², and E|ε| = √(2 / π)
+    size = np.sqrt(2 / np.pi)
+    kernel, bias = (np.asarray(s[...]) for s in (layer.sigma_kernel, layer.sigma_bias))
+    variance = size**2 * ((np.asarray(x).T * kernel) ** 2).sum(axis=0) + size * bias**2
+    np.testing.assert_allclose(outputs.var(axis=0), variance, rtol=0.05)
+    graph, params = nnx.split(layer)
+    grads = jax.grad(lambda p: nnx.merge(graph, p)(x, jax.random.key(1)).sum())(params)
+    assert all((x != 0).all() for x in jax.tree.leaves(grads)) and len(jax.tree.leaves(grads)) == 4
+
+
+def test_noisy_mlp() -> None:
+    mlp = NoisyMLP((4, 6, 5, 2), nnx.Rngs(0), sigma=0.7)
+    x, key = np.random.default_rng(0).normal(size=(5, 4)), jax.random.key(3)
+    expected = x
+    for i, (layer, layer_key) in enumerate(zip(mlp.layers, jax.random.split(key, 3), strict=True)):
+        np.testing.assert_allclose(layer.sigma_bias[...], 0.7 / (4, 6, 5)[i] ** 0.5, rtol=1e-6)
+        expected = noisy_reference(layer, expected, layer_key, 5)
+        expected = expected if i == 2 else np.maximum(expected, 0)
+    np.testing.assert_allclose(mlp(jnp.float32(x), key, 5), expected, rtol=1e-4, atol=1e-5)
+    first, second = (mlp.layers[i].mean_kernel[...] for i in (0, 1))
+    hidden = np.maximum(x @ np.asarray(first) + np.asarray(mlp.layers[0].mean_bias[...]), 0)
+    hidden = hidden @ np.asarray(second) + np.asarray(mlp.layers[1].mean_bias[...])
+    last = mlp.layers[2]
+    means = np.maximum(hidden, 0) @ np.asarray(last.mean_kernel[...])
+    np.testing.assert_allclose(mlp(jnp.float32(x)), means + np.asarray(last.mean_bias[...]), 1e-4)
+
+
 # inputs, outputs, kernel, stride, height: width is 3 more
 CONVOLUTIONS = [
     (3, 5, 8, 4, 39),
@@ -246,6 +339,22 @@ def test_nature_cnn_by_hand() -> None:
     dense = cnn.dense
     expected = x.reshape(2, -1) @ np.asarray(dense.kernel[...]) + np.asarray(dense.bias[...])
     np.testing.assert_allclose(forward(cnn, images), np.maximum(expected, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_encoder_without_the_dense_layer(plain_convolutions: None) -> None:
+    space = spaces.Dict(image=image_space(44, 36, 3), speed=spaces.Box(-9, 9, (2,)))
+    encoder = Encoder(space, nnx.Rngs(0), cnn_dense=False)
+    cnn = NatureCNN((44, 36, 3), nnx.Rngs(1))
+    part = next(cnn for cnn in encoder.cnns if cnn)
+    assert part.dense is None and encoder.num_features == 2 * 1 * 64 + 2
+    for layer, whole in zip(part.layers, cnn.layers, strict=True):
+        layer.conv.kernel[...] = whole.conv.kernel[...]
+    image = np.random.default_rng(0).integers(0, 256, (2, 44, 36, 3), np.uint8)
+    obs = {"image": jnp.asarray(image), "speed": jnp.float32([[1, 2], [3, 4]])}
+    features = np.asarray(forward(encoder, obs))
+    np.testing.assert_array_equal(features[:, 128:], [[1, 2], [3, 4]])
+    dense = features[:, :128] @ np.asarray(cnn.dense.kernel[...])
+    np.testing.assert_allclose(forward(cnn, image), np.maximum(dense, 0), rtol=1e-4, atol=1e-5)
 
 
 def plain_nature_cnn(params: Any, images: Any) -> Any:
