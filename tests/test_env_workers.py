@@ -107,7 +107,7 @@ def failure_of(env: Env) -> str:
     [
         ("raise", "ToyProcess-v0: the environment raised UnpicklableError: the maze fell down"),
         ("die", "workers ended, with the exit codes {0: -9, 1: -9}"),
-        ("exit", "workers ended, with the exit codes {0: 7, 1: 7}"),
+        ("exit", "ToyProcess-v0: the environment raised SystemExit: 7"),
     ],
 )
 def test_a_failing_worker_is_one_line(capfd: Any, fault: str, words: str) -> None:
