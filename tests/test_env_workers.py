@@ -214,6 +214,13 @@ def test_a_signal_reaches_the_whole_group(tmp_path: Path, number: signal.Signals
     wait_until(lambda: not any(map(is_alive, training.below)), 10)
 
 
+def test_a_run_ends_with_its_workers(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--total-timesteps", "160")
+    out, err = training.process.communicate(timeout=60)
+    assert (training.process.returncode, err) == (0, "") and "evaluation over 2 episodes" in out
+    wait_until(lambda: not any(map(is_alive, training.below)), 10)
+
+
 def test_no_worker_outlives_a_killed_run(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.process.kill()
