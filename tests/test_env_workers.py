@@ -107,7 +107,7 @@ def failure_of(env: Env) -> str:
     [
         ("raise", "ToyProcess-v0: the environment raised UnpicklableError: the maze fell down"),
         ("die", "workers ended, with the exit codes {0: -9, 1: -9}"),
-        ("exit", "workers ended, with the exit codes {0: 7, 1: 7}"),
+        ("exit", "ToyProcess-v0: the environment raised SystemExit: 7"),
     ],
 )
 def test_a_failing_worker_is_one_line(capfd: Any, fault: str, words: str) -> None:
@@ -211,6 +211,13 @@ def test_a_signal_reaches_the_whole_group(tmp_path: Path, number: signal.Signals
     out, err = training.process.communicate(timeout=60)
     assert training.process.returncode == 128 + number and err == "", err
     assert f"stopped by {number.name}; go on with --resume" in out
+    wait_until(lambda: not any(map(is_alive, training.below)), 10)
+
+
+def test_a_run_ends_with_its_workers(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--total-timesteps", "160")
+    out, err = training.process.communicate(timeout=60)
+    assert (training.process.returncode, err) == (0, "") and "evaluation over 2 episodes" in out
     wait_until(lambda: not any(map(is_alive, training.below)), 10)
 
 

@@ -35,7 +35,7 @@ from algos.dqn import Config, Trainer
 from common import __version__, load
 from common.errors import UserError
 
-from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.checkpoint import Checkpoints, checkpointer, restore_state, resume
 from common.run.logger import logger, read_metrics
 
 # Imports first, then waits for its flags: the next life warms up while the last one is killed.
@@ -441,7 +441,9 @@ def test_replay_does_not_join_the_rows_before_and_after():
     resume(
         trainer, Path(shutil.copytree(folder, folder.parent / "seam")) / "checkpoints", said.append
     )
-    saved = load(folder).trainer.state
+    saved, _ = restore_state(
+        Trainer(Config(**SHORT_CONFIG)), folder / "checkpoints", None, said.append
+    )
     state = trainer.state
     assert said == ["resuming at step 4000: CartPole-v1 starts new episodes"]
     newest = int(saved.replay.position) - 1

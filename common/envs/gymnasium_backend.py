@@ -1,5 +1,6 @@
 """Any Gymnasium environment: N copies stepped in numpy, in this process or in K workers."""
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -85,6 +86,8 @@ class WorkerStepper:
                 worker=functools.partial(env_worker.work, env_worker.cores_before_pinning),
                 autoreset_mode=AutoresetMode.DISABLED,
             )
+        # Python would wait at its end for processes that are deaf to its SIGTERM.
+        atexit.register(self.close)
         self.observation_space, self.action_space = self.envs.get_attr("single_spaces")[0]
 
     def reset(self) -> Any:
@@ -109,6 +112,7 @@ class WorkerStepper:
 
     def close(self) -> None:
         """Free the environments, and end the processes whatever they do."""
+        atexit.unregister(self.close)
         for pipe in self.envs.parent_pipes:
             with contextlib.suppress(OSError):
                 pipe.send(("close", None))
