@@ -129,8 +129,7 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
-        adam = optax.adam(config.learning_rate, eps=0.01 / config.batch_size)
-        self.optimizer = optax.flatten(adam)
+        self.optimizer = optax.flatten(optax.adam(config.learning_rate, eps=0.01 / 32))
 
     def init(self, key: Array) -> LearnerState:
         """Draw new parameters; the target network starts as a copy."""
