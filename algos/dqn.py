@@ -37,7 +37,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1 with 8 environments."""
+    """Hyper-parameters; the defaults are those of CleanRL's DQN for CartPole-v1."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
