@@ -207,7 +207,7 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         for name, env_id in {
             "no bounds": "ToyUnbounded-v0",
             "one bound": "ToyOneBound-v0",
-            "bounds beyond float32": "ToyVast-v0",
+            "bounds beyond float32": "ToyEnormous-v0",
         }.items()
     },
     **{
@@ -272,7 +272,7 @@ for toy_id, action_space in {
     "ToyUnbounded-v0": spaces.Box(-np.inf, np.inf, (2,), np.float32),
     "ToyOneBound-v0": spaces.Box(np.float32([-1, -1]), np.float32([1, np.inf])),
     "ToyWholeActions-v0": spaces.Box(0, 3, (2,), np.int32),
-    "ToyVast-v0": spaces.Box(-1e308, 1e308, (2,), np.float64),
+    "ToyEnormous-v0": spaces.Box(-1e308, 1e308, (2,), np.float64),
     "ToyNoActions-v0": spaces.Box(-1, 1, (0,), np.float32),
 }.items():
     gym.register(toy_id, partial(EchoEnv, spaces.Box(-1, 1, (3,), np.float32), action_space))
