@@ -90,8 +90,6 @@ def make_env(
     _check_space(config.env_id, "observation", env.observation_space)
     _check_space(config.env_id, "action", env.action_space)
     _check_mask(config.env_id, env.observation_space, env.action_space)
-    _check_size(config.env_id, "observation", env.observation_space)
-    _check_size(config.env_id, "action", env.action_space)
     return env
 
 
@@ -251,14 +249,24 @@ def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_space(env_id: str, what: str, space: spaces.Space) -> None:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for part in sub_spaces(space).values():
-            _check_space(env_id, what, part)
-    elif not isinstance(space, KINDS):
+    parts = sub_spaces(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
+    for part in parts.values():
+        _check_space(env_id, what, part)
+    if not isinstance(space, (*KINDS, spaces.Dict, spaces.Tuple)):
         names = ", ".join(kind.__name__ for kind in KINDS)
         raise UserError(
             f"{env_id} has the {what} space {space}; accepted are {names}, and Dict and Tuple of "
             "these; wrap the environment to convert it"
+        )
+    if not parts and (space.shape is None or 0 in space.shape):
+        raise UserError(
+            f"{env_id} has the empty {what} space {space}; give every part at least one number"
+        )
+    counts = getattr(space, "nvec", getattr(space, "n", 0))
+    if np.max(counts) > MOST_VALUES:
+        raise UserError(
+            f"{env_id} has the {what} space {space}, and networks have weights for each value; "
+            f"wrap it to give at most {MOST_VALUES}"
         )
 
 
@@ -281,22 +289,6 @@ def _check_mask(env_id: str, obs_space: spaces.Space, action_space: Any) -> None
         raise UserError(
             f"{env_id} observes nothing but {MASK_KEY!r}; add the observation itself under another "
             "key, such as 'observation'"
-        )
-
-
-def _check_size(env_id: str, what: str, space: spaces.Space) -> None:
-    parts = sub_spaces(space) if isinstance(space, spaces.Dict | spaces.Tuple) else {}
-    for part in parts.values():
-        _check_size(env_id, what, part)
-    if not parts and (space.shape is None or 0 in space.shape):
-        raise UserError(
-            f"{env_id} has the empty {what} space {space}; give every part at least one number"
-        )
-    counts = getattr(space, "nvec", getattr(space, "n", 0))
-    if np.max(counts) > MOST_VALUES:
-        raise UserError(
-            f"{env_id} has the {what} space {space}, and networks have weights for each value; "
-            f"wrap it to give at most {MOST_VALUES}"
         )
 
 
