@@ -15,6 +15,7 @@ import tyro
 from common.errors import UserError, one_line
 
 from common.run.cli import exit_codes, parse_flags
+from common.run.config import read_object
 from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
 from common.run.logger import read_metrics
 
@@ -89,7 +90,7 @@ def read_run(folder: Path) -> Run:
     """
     try:
         rows = read_metrics(folder / "metrics.csv")
-        config = dict(json.loads((folder / "config.json").read_text()))
+        config = read_object(folder / "config.json")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{folder} is not a run folder with metrics ({one_line(error)}); give one under runs/"

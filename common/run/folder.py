@@ -14,7 +14,7 @@ from common import __version__
 from common.errors import UserError, one_line
 
 from common.run.checkpoint import Checkpoints, is_lost, save_checkpoint, write_atomically
-from common.run.config import flag_of
+from common.run.config import flag_of, read_object
 from common.run.trainer import RunConfig, Trainer
 
 MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
@@ -100,7 +100,7 @@ def _earlier_flags(folder: Path, trainer: Trainer, algo: str) -> dict[str, Any]:
     if not folder.is_dir() or not any(folder.iterdir()):
         return {}
     try:
-        saved = json.loads((folder / "config.json").read_text())
+        saved = read_object(folder / "config.json")
         trained_by = saved["algo"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{folder} holds other files than a run's; give another folder") from error

@@ -24,6 +24,7 @@ from common.errors import UserError, one_line
 
 from common.run import cli, threads
 from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.config import read_object
 from common.run.devices import shard_over_devices
 from common.run.evaluator import episodes, evaluator, shown_return, still_running
 from common.run.folder import config_flags, difference, hold, write_config
@@ -452,7 +453,7 @@ def _check_writable(path: Path, flag: str) -> None:
 
 
 def _check_resume(folder: Path, config: RunConfig, num_seeds: int) -> None:
-    saved = json.loads((folder / "config.json").read_text())
+    saved = read_object(folder / "config.json")
     if different := difference(saved, config, num_seeds):
         raise UserError(
             f"{different} in {folder}; a resumed run may only change --total-timesteps, the "
