@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from gymnasium import spaces
 from scipy import special, stats
 from toy_envs import env_config
@@ -171,7 +172,7 @@ def test_the_policy_of_discrete_sac_is_over_available_actions():
 
 
 def test_policies_are_those_of_the_available_actions_alone():
-    head = PolicyHead(4, spaces.MultiDiscrete([2, 3]), jax_rngs(), scale=1.0)
+    head = PolicyHead(4, spaces.MultiDiscrete([2, 3]), nnx.Rngs(0), scale=1.0)
     features = jax.random.normal(jax.random.key(1), (1, 4))
     logits = np.asarray(head.linear(features))[0]
     policy = head(features, jnp.array([[False, True, True, False, True]]))
@@ -184,15 +185,9 @@ def test_policies_are_those_of_the_available_actions_alone():
     np.testing.assert_allclose(policy.entropy()[0], stats.entropy(expected), rtol=1e-5)
 
 
-def jax_rngs() -> Any:
-    from flax import nnx
-
-    return nnx.Rngs(0)
-
-
 def test_the_mask_is_no_input_of_the_network():
     space = MaskEnv(spaces.Discrete(5)).observation_space
-    encoder = Encoder(space, jax_rngs())
+    encoder = Encoder(space, nnx.Rngs(0))
     obs = {"action_mask": jnp.ones((2, 5), jnp.int8), "observation": jnp.ones((2, 3))}
     assert encoder.num_features == 3
     np.testing.assert_array_equal(encoder(obs), np.ones((2, 3)))
