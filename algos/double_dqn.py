@@ -70,6 +70,18 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
+    "minatar": {
+        "total_timesteps": 2_000_000,
+        "log_frequency": 20_000,
+        "learning_rate": 2.5e-4,
+        "buffer_size": 100_000,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "end_epsilon": 0.01,
+        "exploration_fraction": 0.1,
+        "learning_starts": 5_000,
+        "train_frequency": 4,
+    },
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,

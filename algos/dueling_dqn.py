@@ -71,6 +71,18 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
+    "minatar": {
+        "total_timesteps": 2_000_000,
+        "log_frequency": 20_000,
+        "learning_rate": 2.5e-4,
+        "buffer_size": 100_000,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "end_epsilon": 0.01,
+        "exploration_fraction": 0.1,
+        "learning_starts": 5_000,
+        "train_frequency": 4,
+    },
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,
@@ -93,7 +105,7 @@ class Model(nnx.Module):
 
     def __init__(self, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
         self.encoder = Encoder(obs_space, rngs, cnn_dense=False)
-        hidden = (512,) if self.encoder.has_cnn else (120, 84)
+        hidden = (self.encoder.num_units,) if self.encoder.has_cnn else (120, 84)
         self.value_torso = MLP((self.encoder.num_features, *hidden), rngs)
         self.advantage_torso = MLP((self.encoder.num_features, *hidden), rngs)
         self.value_head = nnx.Linear(hidden[-1], 1, rngs=rngs)

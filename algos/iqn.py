@@ -76,6 +76,18 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
+    "minatar": {
+        "total_timesteps": 2_000_000,
+        "log_frequency": 20_000,
+        "learning_rate": 2.5e-4,
+        "buffer_size": 100_000,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "end_epsilon": 0.01,
+        "exploration_fraction": 0.1,
+        "learning_starts": 5_000,
+        "train_frequency": 4,
+    },
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,
@@ -104,7 +116,7 @@ class Model(nnx.Module):
         hidden = () if self.encoder.has_cnn else (120,)
         self.torso = MLP((self.encoder.num_features, *hidden), rngs)
         self.embedding = MLP((64, self.torso.num_features), rngs)
-        self.hidden = MLP((self.torso.num_features, 512 if self.encoder.has_cnn else 84), rngs)
+        self.hidden = MLP((self.torso.num_features, self.encoder.num_units or 84), rngs)
         self.head = nnx.Linear(self.hidden.num_features, int(action_space.n), rngs=rngs)
 
     def value(self, obs: Any, tau: Array) -> Array:

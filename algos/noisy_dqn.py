@@ -67,6 +67,16 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
+    "minatar": {
+        "total_timesteps": 2_000_000,
+        "log_frequency": 20_000,
+        "learning_rate": 2.5e-4,
+        "buffer_size": 100_000,
+        "target_network_frequency": 1_000,
+        "batch_size": 32,
+        "learning_starts": 5_000,
+        "train_frequency": 4,
+    },
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,
@@ -86,7 +96,7 @@ class Model(nnx.Module):
 
     def __init__(self, sigma: float, obs_space: Any, action_space: Any, rngs: nnx.Rngs):
         self.encoder = Encoder(obs_space, rngs, cnn_dense=False)
-        hidden = (512,) if self.encoder.has_cnn else (120, 84)
+        hidden = (self.encoder.num_units,) if self.encoder.has_cnn else (120, 84)
         sizes = self.encoder.num_features, *hidden, int(action_space.n)
         self.mlp = NoisyMLP(sizes, rngs, sigma)
 

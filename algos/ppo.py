@@ -100,6 +100,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "normalize_obs": True,
         "normalize_reward": True,
     },
+    "minatar": {
+        "num_envs": 64,
+        "total_timesteps": 2_000_000,
+        "learning_rate": 1e-3,
+        "num_steps": 32,
+        "num_minibatches": 8,
+    },
     "atari": {
         "num_envs": 8,
         "total_timesteps": 10_000_000,

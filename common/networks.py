@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from common import cpu_gradients
 from common.action_masks import without_mask
 
 SMALLEST_CNN_IMAGE = 36
+SMALLEST_GRID, LARGEST_GRID = 8, 16
 FLAX_DEFAULT = nnx.initializers.lecun_normal()
 
 Initializer = Callable[..., Array]
@@ -32,18 +34,34 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if shape[0] < shape[-1] else (shape[2], *shape[:2])
 
 
+def is_grid(space: spaces.Space) -> bool:
+    """Return whether a space is a small image [H, W, C] of numbers from 0 to 1, as in MinAtar."""
+    if not isinstance(space, spaces.Box) or len(space.shape) != 3:
+        return False
+    *size, channels = space.shape
+    is_small = min(size) >= SMALLEST_GRID and max(size) <= LARGEST_GRID and channels < min(size)
+    return is_small and space.low.min() >= 0 and space.high.max() <= 1
+
+
 class Encoder(nnx.Module):
     """Features of an observation from any supported space.
 
     Vectors pass flat and unchanged, uint8 arrays are scaled to [0, 1], discrete values become
-    one-hot vectors, images go through the Nature CNN, and the parts of Dict and Tuple spaces are
-    concatenated. The part `action_mask` is left out: it is no input, but masks the output.
+    one-hot vectors, and the parts of Dict and Tuple spaces are concatenated. Images go through the
+    Nature CNN, grids of MinAtar through the CNN of its paper, one layer of 16 3 x 3 kernels and 128
+    units (Young and Tian 2019, https://arxiv.org/abs/1903.03176). The part `action_mask` is left
+    out: it is no input, but masks the output.
 
     Args:
         space: of the observations.
         rngs: for the parameters.
-        kernel_init: of the Nature CNN's kernels.
-        cnn_dense: whether the Nature CNN ends with its layer of 512 units, or before it.
+        kernel_init: of the CNNs' kernels.
+        cnn_dense: whether the CNNs end with their dense layer, or before it.
+
+    Attributes:
+        num_features: of the result.
+        has_cnn: whether any part goes through a CNN.
+        num_units: of the largest dense layer that a CNN ends with, or would end with.
     """
 
     def __init__(
@@ -55,13 +73,9 @@ class Encoder(nnx.Module):
     ) -> None:
         self.space = without_mask(space)
         parts = _parts(self.space)
-        self.has_cnn = any(is_image(p) for p in parts)
-        self.cnns = nnx.List(
-            [
-                NatureCNN(p.shape, rngs, kernel_init, cnn_dense) if is_image(p) else None
-                for p in parts
-            ]
-        )
+        self.cnns = nnx.List([_cnn(part, rngs, kernel_init, cnn_dense) for part in parts])
+        self.has_cnn = any(self.cnns)
+        self.num_units = max((cnn.num_units for cnn in self.cnns if cnn), default=0)
         self.num_features = sum(
             c.num_features if c else spaces.flatdim(p)
             for c, p in zip(self.cnns, parts, strict=True)
@@ -72,6 +86,14 @@ class Encoder(nnx.Module):
         parts = zip(_values(self.space, obs), _parts(self.space), self.cnns, strict=True)
         features = [cnn(x) if cnn else _flat(x, space) for x, space, cnn in parts]
         return features[0] if len(features) == 1 else jnp.concatenate(features, axis=-1)
+
+
+def _cnn(space: Any, rngs: nnx.Rngs, kernel_init: Initializer, dense: bool) -> "CNN | None":
+    if is_image(space):
+        return NatureCNN(space.shape, rngs, kernel_init, dense)
+    if is_grid(space):
+        return MinAtarCNN(space.shape, rngs, kernel_init, dense)
+    return None
 
 
 def _parts(space: spaces.Space) -> list[spaces.Space]:
@@ -258,39 +280,53 @@ def initial_core(kind: str, size: int, num_envs: int) -> Any:
     return (zeros, zeros.copy()) if kind == "lstm" else zeros
 
 
-class NatureCNN(nnx.Module):
-    """The convolutional encoder of Mnih et al. 2015 (Methods, model architecture).
+class CNN(nnx.Module):
+    """Convolutions, and a dense layer with ReLU unless told otherwise.
 
-    Takes uint8 images as [B, C, H, W] or [B, H, W, C]: the smallest axis of the two outer ones is
-    taken for the channels. Without `dense` it ends with the last convolution.
+    Takes images as [B, C, H, W] or [B, H, W, C]: the smaller of the two outer axes is taken for the
+    channels.
+
+    Args:
+        shape: of an image.
+        rngs: for the parameters.
+        kernel_init: of the kernels.
+        dense: without it, the result is that of the last convolution.
+        layers: outputs, kernel and stride of each convolution.
+        num_units: of the dense layer.
     """
 
     def __init__(
         self,
-        shape: tuple[int, ...] | None,
+        shape: tuple[int, ...],
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
         dense: bool = True,
+        *,
+        layers: Sequence[tuple[int, int, int]],
+        num_units: int,
     ) -> None:
-        assert shape is not None
         self.channels_first = shape[0] < shape[-1]
-        channels, height, width = _image_shape(shape)
-        specs = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
-        self.layers = nnx.List([Conv(*spec, rngs, kernel_init) for spec in specs])
-        for _, _, kernel, stride in specs:
+        self.num_units = num_units
+        inputs, height, width = _image_shape(shape)
+        convolutions = []
+        for outputs, kernel, stride in layers:
+            convolutions.append(Conv(inputs, outputs, kernel, stride, rngs, kernel_init))
             height, width = ((n - kernel) // stride + 1 for n in (height, width))
-        size = height * width * 64
-        self.dense = nnx.Linear(size, 512, kernel_init=kernel_init, rngs=rngs) if dense else None
-        self.num_features = 512 if dense else size
+            inputs = outputs
+        self.layers = nnx.List(convolutions)
+        size = height * width * inputs
+        self.num_features = num_units if dense else size
+        linear = partial(nnx.Linear, kernel_init=kernel_init, rngs=rngs)
+        self.dense = linear(size, num_units) if dense else None
 
     def __call__(self, images: Array) -> Array:
-        """[B, C, H, W] or [B, H, W, C] uint8 -> [B, num_features]."""
+        """[B, C, H, W] or [B, H, W, C] -> [B, num_features]."""
         on_cpu = cpu_gradients.are_for(images)
         x = cpu_gradients.by_chunks(self._convolve, images) if on_cpu else self._convolve(images)
         if self.dense is None:
             return x
         if on_cpu:
-            product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, 512]
+            product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, units]
             return jax.nn.relu(product + jnp.asarray(self.dense.bias))
         return jax.nn.relu(self.dense(x))
 
@@ -301,6 +337,11 @@ class NatureCNN(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x.reshape(x.shape[0], -1)
+
+
+# Mnih et al. 2015, Methods, model architecture; Young and Tian 2019, section 3.
+NatureCNN = partial(CNN, layers=((32, 8, 4), (64, 4, 2), (64, 3, 1)), num_units=512)
+MinAtarCNN = partial(CNN, layers=((16, 3, 1),), num_units=128)
 
 
 class Conv(nnx.Module):

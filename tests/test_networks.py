@@ -16,10 +16,12 @@ from common.networks import (
     MLP,
     Conv,
     Encoder,
+    MinAtarCNN,
     NatureCNN,
     Network,
     NoisyLinear,
     NoisyMLP,
+    is_grid,
     is_image,
 )
 
@@ -116,6 +118,41 @@ def test_is_image(space: spaces.Space, image: bool) -> None:
     encoder = nnx.eval_shape(lambda: Encoder(space, nnx.Rngs(0)))
     assert encoder.has_cnn == image
     assert encoder.num_features == (512 if image else spaces.flatdim(space))
+
+
+@pytest.mark.parametrize(
+    ("space", "grid"),
+    [
+        (spaces.Box(0, 1, (10, 10, 4), np.float32), True),
+        (spaces.Box(0, 1, (8, 16, 7), np.uint8), True),
+        (spaces.Box(0, 1, (10, 10, 10), np.float32), False),
+        (spaces.Box(0, 1, (7, 10, 4), np.float32), False),
+        (spaces.Box(0, 1, (10, 17, 4), np.float32), False),
+        (spaces.Box(0, 1, (10, 10), np.float32), False),
+        (spaces.Box(-1, 1, (10, 10, 4), np.float32), False),
+        (spaces.Box(0, 2, (10, 10, 4), np.float32), False),
+        (spaces.MultiBinary((10, 10, 4)), False),
+    ],
+)
+def test_is_grid(space: spaces.Space, grid: bool) -> None:
+    assert is_grid(space) == grid
+    encoder = nnx.eval_shape(lambda: Encoder(space, nnx.Rngs(0)))
+    assert encoder.has_cnn == grid
+    assert encoder.num_features == (128 if grid else spaces.flatdim(space))
+    assert encoder.num_units == (128 if grid else 0)
+
+
+def test_minatar_cnn_by_hand() -> None:
+    obs = (np.random.default_rng(0).random((5, 10, 10, 4)) < 0.2).astype(np.float32)
+    cnn = MinAtarCNN((10, 10, 4), nnx.Rngs(0))
+    conv, dense = cnn.layers[0].conv, cnn.dense
+    kernel, bias = np.asarray(conv.kernel), np.asarray(conv.bias)
+    assert kernel.shape == (3, 3, 4, 16) and dense.kernel.shape == (8 * 8 * 16, 128)
+    windows = np.lib.stride_tricks.sliding_window_view(obs, (3, 3), axis=(1, 2))
+    hidden = np.einsum("byxcij,ijco->byxo", windows, kernel) + bias  # [5, 8, 8, 16]
+    hidden = np.maximum(hidden, 0).reshape(5, -1)
+    expected = np.maximum(hidden @ np.asarray(dense.kernel) + np.asarray(dense.bias), 0)
+    np.testing.assert_allclose(forward(cnn, obs), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture

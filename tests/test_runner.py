@@ -247,6 +247,8 @@ def test_preset(flags, preset):
         ("HalfCheetah-v5", "auto", "classic", "mujoco"),
         ("gymnax/Pendulum-v1", None, "classic", "mujoco"),
         ("gymnax/CartPole-v1", "jax", "classic", "classic"),
+        ("gymnax/Breakout-MinAtar", None, "minatar", "minatar"),
+        ("pgx/minatar-space_invaders", "auto", "minatar", "minatar"),
         ("Pong-v5", None, "atari", "atari"),
         ("Pong-v5", "envpool", "atari", "atari"),
         ("Pong-v5", "gymnasium", "classic", "classic"),

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import itertools
+import re
 import sys
 import textwrap
 import traceback
@@ -185,7 +186,9 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
 
 
 def _auto_preset(env_id: str, backend: str | None, presets: Presets) -> str:
-    """Return atari for envpool's Atari ids, mujoco for continuous actions, else the first."""
+    """Return the preset of MinAtar, Atari (envpool's) or continuous actions, else the first."""
+    if "minatar" in presets and re.fullmatch("pgx/minatar-.*|gymnax/.*-MinAtar", env_id):
+        return "minatar"
     name, first = env_id.removeprefix("gymnax/"), next(iter(presets))
     if len(presets) == 1 or ("mujoco" not in presets and not name.endswith("-v5")):
         return first
