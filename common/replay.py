@@ -7,6 +7,7 @@ observation of a row is the observation of the row after it, at the end of an ep
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,17 +49,31 @@ class Batch(NamedTuple):
     index: Any = ()  # [B] what `update_priorities` calls the rows, where they have priorities
 
 
-class Priorities(NamedTuple):
-    """How likely each row is drawn."""
+class Sequences(NamedTuple):
+    """Sampled sequences of `sequence_length` rows and the `n_step` rows after them: S rows."""
 
-    tree: SumTree  # p^α of row (t, n) at leaf t N + n; 0 where it must not be drawn
-    largest: Array  # [] the largest p^α so far: that of new rows
+    obs: Any  # [B, S, *obs]
+    action: Any  # [B, S, *action]
+    reward: Array  # [B, S]
+    terminated: Array  # [B, S]
+    truncated: Array  # [B, S]
+    valid: Array  # [B, S]
+    weight: Array  # [B] importance weight; 1 without priorities
+    extras: Any  # [B, ...] of the first row
+    index: Any = ()  # [B] what `update_priorities` calls the sequences, where they have priorities
+
+
+class Priorities(NamedTuple):
+    """How likely each row, or each sequence, is drawn."""
+
+    tree: SumTree  # p^α of what starts at row (p k, n) at leaf k N + n; 0: must not be drawn
+    largest: Array  # [] the largest p^α so far: that of new ones
 
 
 class ReplayState(NamedTuple):
     """The buffer's arrays."""
 
-    storage: Transition  # [T, N, ...]
+    storage: Transition  # [T, N, ...]; extras [T / sequence_period, N, ...]
     stack_start: Array  # [T, N] bool, no older frame belongs to the stack of this row
     position: Array  # [] int32, the row written next
     size: Array  # [] int32, rows written so far, at most T
@@ -79,9 +94,13 @@ class Replay:
             frame is stored; stacks are rebuilt at sampling and never reach into another game.
         priority_exponent: α; above 0, rows are drawn in proportion to p^α with p = |δ| + 1e-6, the
             proportional variant of Schaul et al. 2016. New rows get the largest p so far.
+        sequence_length: rows of a sequence that `sample_sequences` draws (Kapturowski et al. 2019);
+            priorities are those of sequences.
+        sequence_period: steps from the start of a sequence to that of the next. Only the first row
+            of a sequence keeps its extras, such as a recurrent state.
 
     Raises:
-        UserError: if the capacity does not hold one return of stacked observations.
+        UserError: if the capacity does not hold one sequence of returns of stacked observations.
     """
 
     capacity: int
@@ -90,6 +109,8 @@ class Replay:
     n_step: int = 1
     frame_stack: int = 1
     priority_exponent: float = 0.0
+    sequence_length: int = 1
+    sequence_period: int = 1
 
     def __post_init__(self) -> None:
         if self.n_step < 1 or self.frame_stack < 1:
@@ -97,18 +118,37 @@ class Replay:
                 "--n-step and --frame-stack must be at least 1, got "
                 f"{self.n_step}, {self.frame_stack}"
             )
-        least = (self.n_step + self.frame_stack) * self.num_envs
-        if self.capacity < least:
+        if not 1 <= self.sequence_period <= self.sequence_length:
+            raise UserError(
+                f"sequences of {self.sequence_length} steps that start every "
+                f"{self.sequence_period} steps leave some out; start them at least every "
+                f"{self.sequence_length}"
+            )
+        period = self.sequence_period
+        rows = self.num_sequence_rows + self.frame_stack - 2 + period
+        least = -(-rows // period) * period * self.num_envs
+        if self.num_rows * self.num_envs < least:
+            sequences = f" and sequences of {self.sequence_length}" if self._has_sequences else ""
             raise UserError(
                 f"--buffer-size {self.capacity} is too small for --n-step {self.n_step} and "
-                f"--frame-stack {self.frame_stack} with --num-envs {self.num_envs}; "
+                f"--frame-stack {self.frame_stack}{sequences} with --num-envs {self.num_envs}; "
                 f"use at least {least}"
             )
 
     @property
     def num_rows(self) -> int:
-        """T, the rows of each lane."""
-        return self.capacity // self.num_envs
+        """T, the rows of each lane, a multiple of sequence_period."""
+        period = self.sequence_period
+        return self.capacity // self.num_envs // period * period
+
+    @property
+    def num_sequence_rows(self) -> int:
+        """S, the rows that a sequence and its last return look at; 1 + n_step for one row."""
+        return self.sequence_length + self.n_step
+
+    @property
+    def _has_sequences(self) -> bool:
+        return self.sequence_length > 1
 
     def init(self, obs: Any, action: Any, extras: Any = ()) -> ReplayState:
         """Return an empty buffer for rows like these [N, ...], given as arrays or shapes.
@@ -124,13 +164,15 @@ class Replay:
         for name in ("terminated", "truncated", "valid"):
             flags[name] = jax.ShapeDtypeStruct((self.num_envs,), bool)
         stored: Any = Transition(obs=frame, action=action, **flags, extras=extras)
-        self._check_memory(stored)
-        storage = jax.tree.map(lambda x: jnp.zeros((self.num_rows, *x.shape), x.dtype), stored)
+        num_starts = self.num_rows // self.sequence_period
+        self._check_memory(stored, num_starts)
+        storage = jax.tree.map(partial(_zeros, self.num_rows), stored._replace(extras=()))
+        storage = storage._replace(extras=jax.tree.map(partial(_zeros, num_starts), extras))
         stack_start = jnp.zeros((self.num_rows, self.num_envs), bool)
         position, size = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         priorities: Any = ()
         if self.priority_exponent:
-            tree = sum_tree.init(self.num_rows * self.num_envs)
+            tree = sum_tree.init(num_starts * self.num_envs)
             priorities = Priorities(tree, largest=jnp.ones(()))
         return ReplayState(storage, stack_start, position, size, priorities)
 
@@ -140,8 +182,10 @@ class Replay:
         def write(buffer: Array, row: Array) -> Array:
             return lax.dynamic_update_index_in_dim(buffer, row, state.position, 0)
 
-        stored = transition._replace(obs=self._newest_frame(transition.obs))
-        storage = jax.tree.map(write, state.storage, stored)
+        extras = self._write_extras(state, transition.extras)
+        stored = transition._replace(obs=self._newest_frame(transition.obs), extras=())
+        storage = jax.tree.map(write, state.storage._replace(extras=()), stored)
+        storage = storage._replace(extras=extras)
         stack_start = state.stack_start
         if self.frame_stack > 1:
             stack_start = write(stack_start, _is_repeated_frame(transition.obs))
@@ -153,8 +197,19 @@ class Replay:
             priorities=self._move_priorities(state, storage.valid),
         )
 
+    def _write_extras(self, state: ReplayState, extras: Any) -> Any:
+        """Keep the extras [N, ...] of a row that starts sequences."""
+        place, steps = jnp.divmod(state.position, self.sequence_period)
+
+        def write(buffer: Array, row: Array) -> Array:
+            if self.sequence_period > 1:
+                row = jnp.where(steps == 0, row, buffer[place])
+            return lax.dynamic_update_index_in_dim(buffer, row, place, 0)
+
+        return jax.tree.map(write, state.storage.extras, extras)
+
     def _move_priorities(self, state: ReplayState, valid: Array) -> Any:
-        """Let the row that is complete now be drawn, and no more the one that loses a frame.
+        """Let what is complete now be drawn, and no more what loses a frame.
 
         Args:
             state: before a row is written at `position`.
@@ -163,11 +218,16 @@ class Replay:
         if not self.priority_exponent:
             return ()
         tree, largest = state.priorities
-        complete = (state.position - self.n_step) % self.num_rows
+        complete = (state.position - self.num_sequence_rows + 1) % self.num_rows
         lost = (state.position + self.frame_stack - 1) % self.num_rows
-        first = jnp.stack([complete, lost]) * self.num_envs  # [2]
-        leaves = first[:, None] + jnp.arange(self.num_envs)  # [2, N]
-        values = jnp.stack([largest * valid[complete], jnp.zeros(self.num_envs)])  # [2, N]
+        starts, steps = jnp.divmod(jnp.stack([complete, lost]), self.sequence_period)  # [2]
+        leaves = starts[:, None] * self.num_envs + jnp.arange(self.num_envs)  # [2, N]
+        rows = (complete + np.arange(self.sequence_length)) % self.num_rows
+        is_whole = state.size + 1 >= self.num_sequence_rows
+        new = largest * valid[rows].any(axis=0) * is_whole  # [N]
+        values = jnp.stack([new, jnp.zeros(self.num_envs)])  # [2, N]
+        if self.sequence_period > 1:  # no sequence may start at these rows
+            values = jnp.where(steps[:, None] == 0, values, tree[0][leaves])
         return Priorities(sum_tree.update(tree, leaves.ravel(), values.ravel()), largest)
 
     def sample(
@@ -185,32 +245,59 @@ class Replay:
         number of rows.
         """
         if self.priority_exponent:
-            return self._sample_by_priority(state, key, batch_size, importance_exponent)
-        incomplete = jnp.where(state.size == self.num_rows, self.frame_stack - 1, 0)
-        count = state.size - self.n_step - incomplete
-        num_complete = jnp.maximum(count, 1) * self.num_envs
-        # Not randint, which draws twice: the remainder of 32 bits is uniform to 1 in 4,000 at a
-        # million rows.
-        bits = jax.random.bits(key, (batch_size,), jnp.uint32)  # [B]
-        index = (bits % num_complete.astype(jnp.uint32)).astype(jnp.int32)
-        age, env = incomplete + index // self.num_envs, index % self.num_envs
-        batch = self.gather(state, self._time_of(state, age), env)
-        valid = batch.weight * (count > 0)
+            index, weight = self._draw_by_priority(state, key, batch_size, importance_exponent)
+            batch = self.gather(state, index // self.num_envs, index % self.num_envs)
+            return shard_rows(batch._replace(weight=weight, index=index))
+        time, env, is_complete = self._draw_uniformly(state, key, batch_size)
+        batch = self.gather(state, time, env)
+        valid = batch.weight * is_complete
         weight = valid * batch_size / jnp.maximum(valid.sum(), 1.0)  # [B]
         return shard_rows(batch._replace(weight=weight))
 
-    def _sample_by_priority(
+    def sample_sequences(
+        self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any = 1.0
+    ) -> Sequences:
+        """Draw sequences, with replacement, among those whose returns are complete.
+
+        They start every `sequence_period` rows of a lane and may hold several episodes: `valid` is
+        False where one ends. Which are drawn, and their weights, is as for `sample`.
+        """
+        if self.priority_exponent:
+            index, weight = self._draw_by_priority(state, key, batch_size, importance_exponent)
+            time, env = index // self.num_envs * self.sequence_period, index % self.num_envs
+            sequences = self.gather_sequences(state, time, env)
+            return shard_rows(sequences._replace(weight=weight, index=index))
+        time, env, is_complete = self._draw_uniformly(state, key, batch_size)
+        sequences = self.gather_sequences(state, time, env)
+        return shard_rows(sequences._replace(weight=sequences.weight * is_complete))
+
+    def _draw_uniformly(
+        self, state: ReplayState, key: Array, batch_size: int
+    ) -> tuple[Array, Array, Array]:
+        """Return rows (time, env) [B] that start what is complete, and whether anything is."""
+        period = self.sequence_period
+        first = jnp.where(state.size == self.num_rows, self.frame_stack - 1, 0)
+        first += -self._time_of(state, first) % period  # the first age at which one starts
+        count = (state.size - self.num_sequence_rows - first) // period + 1
+        # Not randint, which draws twice: the remainder of 32 bits is uniform to 1 in 4,000 at a
+        # million rows.
+        bits = jax.random.bits(key, (batch_size,), jnp.uint32)  # [B]
+        num_places = jnp.maximum(count, 1) * self.num_envs
+        index = (bits % num_places.astype(jnp.uint32)).astype(jnp.int32)
+        age, env = first + index // self.num_envs * period, index % self.num_envs
+        return self._time_of(state, age), env, count > 0
+
+    def _draw_by_priority(
         self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any
-    ) -> Batch:
+    ) -> tuple[Array, Array]:
+        """Return leaves of the tree [B] and their importance weights [B]."""
         tree = state.priorities.tree
         shares = jnp.arange(batch_size) + jax.random.uniform(key, (batch_size,))  # [B]
         index = sum_tree.draw(tree, shares / batch_size)  # [B]
-        batch = self.gather(state, index // self.num_envs, index % self.num_envs)
         # M and the sum of all priorities are the same in every weight.
         priority = tree[0][index]  # [B]
         weight = jnp.where(priority > 0, priority**-importance_exponent, 0.0)  # [B]
-        weight = batch.weight * weight / jnp.maximum(weight.max(), 1e-30)
-        return shard_rows(batch._replace(weight=weight, index=index))
+        return index, weight / jnp.maximum(weight.max(), 1e-30)
 
     def update_priorities(self, state: ReplayState, index: Array, td_error: Array) -> ReplayState:
         """Give the rows index [B] of a batch the priority |δ| + 1e-6 of their δ [B]."""
@@ -238,6 +325,32 @@ class Replay:
             next_obs=self._obs_at(state, (time + steps) % self.num_rows, env),
             weight=take(storage.valid).astype(jnp.float32),
             extras=jax.tree.map(take, storage.extras),
+        )
+
+    def gather_sequences(self, state: ReplayState, time: Array, env: Array) -> Sequences:
+        """Return the sequences that start at rows (time, env) [B], each with weight 1."""
+        storage = state.storage
+        rows = np.arange(self.num_sequence_rows)
+        times = (time[:, None] + rows) % self.num_rows  # [B, S]
+        envs = jnp.broadcast_to(env[:, None], times.shape)  # [B, S]
+
+        def take(x: Array) -> Array:
+            return x.at[times, envs].get(mode="promise_in_bounds")  # [B, S, ...]
+
+        def take_first(x: Array) -> Array:
+            place = time // self.sequence_period, env
+            return x.at[place].get(mode="promise_in_bounds")  # [B, ...]
+
+        obs = self._obs_at(state, times.ravel(), envs.ravel())  # [B * S, ...]
+        return Sequences(
+            obs=jax.tree.map(lambda x: x.reshape(*times.shape, *x.shape[1:]), obs),
+            action=jax.tree.map(take, storage.action),
+            reward=take(storage.reward),
+            terminated=take(storage.terminated),
+            truncated=take(storage.truncated),
+            valid=take(storage.valid),
+            weight=jnp.ones(time.shape),
+            extras=jax.tree.map(take_first, storage.extras),
         )
 
     def _n_step_return(
@@ -284,6 +397,11 @@ class Replay:
                 f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
                 "both must be equal"
             )
+        if self.sequence_period > 1:
+            raise UserError(
+                f"cannot merge buffers whose sequences start every {self.sequence_period} steps: "
+                "elsewhere they keep no recurrent state; use sequences that start every step"
+            )
 
         def append(age: Array, merged: ReplayState) -> ReplayState:
             row = other._time_of(other_state, age)
@@ -302,9 +420,14 @@ class Replay:
         return lax.fori_loop(0, other_state.size, append, interrupt(state))
 
     def in_time_order(self, state: ReplayState) -> Transition:
-        """Return the stored rows [size, N, ...] from oldest to newest (host only)."""
+        """Return the stored rows [size, N, ...] from oldest to newest (host only).
+
+        The extras of a row are those of the last row that could start a sequence.
+        """
         rows = self._time_of(state, jnp.arange(int(state.size)))
-        return jax.tree.map(lambda x: x[rows], state.storage)
+        storage = jax.tree.map(lambda x: x[rows], state.storage._replace(extras=()))
+        starts = rows // self.sequence_period
+        return storage._replace(extras=jax.tree.map(lambda x: x[starts], state.storage.extras))
 
     def _time_of(self, state: ReplayState, age: Array) -> Array:
         """Return the row index of an age; the oldest row has age 0."""
@@ -318,13 +441,13 @@ class Replay:
                 f"along their first axis, got {shape and shape[1:]}; use --frame-stack 1"
             )
 
-    def _check_memory(self, row: Transition) -> None:
+    def _check_memory(self, row: Transition, num_starts: int) -> None:
         """Compare the bytes of the buffer with those that are free, before any is allocated."""
-        leaves = jax.tree.leaves(row)
-        row_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
-        needed, free = row_bytes * self.num_rows, _free_bytes()
+        row_bytes = _num_bytes(row._replace(extras=()))
+        needed = row_bytes * self.num_rows + _num_bytes(row.extras) * num_starts
+        free = _free_bytes()
         if free is not None and needed > free:
-            fits = int(free // row_bytes) * self.num_envs
+            fits = int(free // (needed / self.num_rows)) * self.num_envs
             raise UserError(
                 f"--buffer-size {self.capacity} needs {needed / 1e9:.1f} GB of memory, "
                 f"{free / 1e9:.1f} GB are free; use --buffer-size {fits} or less"
@@ -356,6 +479,15 @@ def interrupt(state: ReplayState) -> ReplayState:
         valid=storage.valid.at[newest].set(False), reward=storage.reward.at[newest].set(0.0)
     )
     return state._replace(storage=storage)
+
+
+def _num_bytes(rows: Any) -> int:
+    leaves = jax.tree.leaves(rows)
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
+
+
+def _zeros(num_rows: int, row: Any) -> Array:
+    return jnp.zeros((num_rows, *row.shape), row.dtype)
 
 
 def _is_repeated_frame(stacked_obs: Array) -> Array:

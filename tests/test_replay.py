@@ -1,12 +1,13 @@
 """Replay against hand-written golden cases and against a plain list of every row ever added."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -283,6 +284,8 @@ def test_too_little_data_has_no_weight():
         ({"capacity": 3, "n_step": 2, "frame_stack": 2}, "--buffer-size 3"),
         ({"capacity": 10, "n_step": 0}, "at least 1"),
         ({"capacity": 10, "frame_stack": 0}, "at least 1"),
+        ({"capacity": 99, "sequence_length": 4, "sequence_period": 5}, "at least every 4"),
+        ({"capacity": 8, "sequence_length": 4, "sequence_period": 3}, "sequences of 4.*least 9"),
     ],
 )
 def test_bad_options(options, said):
@@ -508,3 +511,110 @@ def test_a_checkpoint_of_a_release_without_priorities(tmp_path):
     like = prioritized.init(jnp.zeros((1, 1), int), jnp.zeros(1, int))
     with pytest.raises(ValueError, match="priorities"):
         Checkpoints(tmp_path).restore(5, State(like, jnp.int32(0)))
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+def drawable(replay: Replay, lanes: list[Lane], length: int) -> set[tuple[int, int]]:
+    """(row, lane) of the starts of all sequences that are complete after `length` rows."""
+    first = max(0, length - replay.num_rows + replay.frame_stack - 1)
+    if length < replay.num_rows and not replay.priority_exponent:
+        first = 0  # no frame is lost yet; a tree drops the row that will lose the first one
+    rows = range(first, length - replay.num_sequence_rows + 1)
+    starts = [i for i in rows if i % replay.sequence_period == 0]
+    return {(i, n) for i in starts for n in range(len(lanes))}
+
+
+def is_sequence(replay: Replay, sequences: Any, b: int, lane: Lane, i: int) -> bool:
+    """Return whether sequence b is rows i, i + 1, ... of the lane."""
+    rows = slice(i, i + replay.num_sequence_rows)
+    flags = ("reward", "terminated", "truncated", "valid")
+    obs = sequences.obs[b, ..., 0] if replay.frame_stack > 1 else sequences.obs["frame"][b]
+    stacks = [stack[-replay.frame_stack :] for stack in lane.stacks[rows]]
+    return (
+        all(getattr(sequences, name)[b].tolist() == getattr(lane, name)[rows] for name in flags)
+        and sequences.action[b, :, 0].tolist() == list(range(rows.start, rows.stop))
+        and obs.tolist() == stacks
+    )
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    seed=st.integers(0, 10_000),
+    num_envs=st.integers(1, 3),
+    sequence_length=st.integers(2, 5),
+    overlap=st.integers(0, 3),
+    n_step=st.integers(1, 3),
+    frame_stack=st.integers(1, 3),
+    alpha=st.sampled_from([0.0, ALPHA]),
+)
+def test_sequences_equal_the_plain_list(
+    seed, num_envs, sequence_length, overlap, n_step, frame_stack, alpha
+):
+    """Frame stacks, n-step returns and priorities of sequences, over episodes and wrap-arounds."""
+    rng = np.random.default_rng(seed)
+    period = max(1, sequence_length - overlap)
+    num_rows = -(-(sequence_length + n_step + frame_stack + 5) // period) * period
+    length = 2 * num_rows + 3
+    lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
+    options = GAMMA, n_step, frame_stack, alpha, sequence_length, period
+    replay = Replay(num_rows * num_envs, num_envs, *options)
+    rows = transitions(lanes, frame_stack)
+    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
+    add, update = jax.jit(replay.add), jax.jit(replay.update_priorities)
+    sample = jax.jit(replay.sample_sequences, static_argnums=2)
+    known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
+    largest = 1.0
+    for i, row in enumerate(rows):
+        state = add(state, row)
+        places = drawable(replay, lanes, i + 1)
+        known = {place: known.get(place, largest) for place in places}
+        if alpha:
+            expected = np.zeros((num_rows // period, num_envs))
+            for (time, n), priority in known.items():
+                expected[time % num_rows // period, n] = priority
+            leaves = np.asarray(state.priorities.tree[0])[: expected.size]
+            np.testing.assert_allclose(leaves.reshape(expected.shape), expected, rtol=1e-6)
+        if i % 3:
+            continue
+        sequences = sample(state, jax.random.key(i), 8)
+        if not places:
+            assert not sequences.weight.any()
+            continue
+        for b in range(8):
+            start = int(sequences.extras[b])
+            matches_lane = partial(is_sequence, replay, sequences, b, i=start)
+            of_lane = [n for n, lane in enumerate(lanes) if matches_lane(lane=lane)]
+            assert of_lane and (start, of_lane[0]) in places
+            if alpha:
+                leaf = int(sequences.index[b])
+                assert leaf // num_envs == start % num_rows // period
+                assert leaf % num_envs in of_lane
+        if alpha:
+            td_error = np.float32((np.asarray(sequences.index) - 2) * (i + 1) / 7)
+            state = update(state, sequences.index, jnp.array(td_error))
+            for start, leaf, error in zip(
+                np.asarray(sequences.extras), np.asarray(sequences.index), td_error, strict=True
+            ):
+                known[int(start), int(leaf) % num_envs] = (abs(float(error)) + 1e-6) ** ALPHA
+            largest = max([largest, *known.values()])
+
+
+def test_every_complete_sequence_is_drawn_equally_often():
+    replay = Replay(20, 2, GAMMA, n_step=2, sequence_length=3, sequence_period=2)
+    rows = transitions([play(np.random.default_rng(0), 15, 1) for _ in range(2)], 1)
+    sequences = replay.sample_sequences(fill(replay, rows), jax.random.key(0), 8_000)
+    counts = np.bincount(sequences.extras, minlength=15)
+    # Rows 5 to 14 are there; a sequence ends 4 rows after its start.
+    assert set(np.flatnonzero(counts)) == {6, 8, 10}
+    np.testing.assert_allclose(counts[[6, 8, 10]] / 8_000, 1 / 3, rtol=0.1)
+    assert sequences.weight.tolist() == [1.0] * 8_000
+
+
+def test_only_the_starts_of_sequences_keep_their_extras():
+    replay = Replay(24, 2, GAMMA, sequence_length=4, sequence_period=4)
+    state = fill(replay, transitions([play(np.random.default_rng(0), 10, 1)] * 2, 1))
+    assert state.storage.extras.tolist() == [[0, 0], [4, 4], [8, 8]]
+    with pytest.raises(UserError, match="cannot merge buffers whose sequences start every 4 steps"):
+        replay.merge(state, replay, state)
