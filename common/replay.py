@@ -50,16 +50,11 @@ class Batch(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Sampled sequences of `sequence_length` rows and the `n_step` rows after them: S rows."""
+    """Sampled sequences."""
 
-    obs: Any  # [B, S, *obs]
-    action: Any  # [B, S, *action]
-    reward: Array  # [B, S]
-    terminated: Array  # [B, S]
-    truncated: Array  # [B, S]
-    valid: Array  # [B, S]
-    weight: Array  # [B] importance weight; 1 without priorities
+    rows: Transition  # [B, S, ...] sequence_length rows and the n_step rows after them
     extras: Any  # [B, ...] of the first row
+    weight: Array  # [B] importance weight; 1 without priorities
     index: Any = ()  # [B] what `update_priorities` calls the sequences, where they have priorities
 
 
@@ -259,8 +254,8 @@ class Replay:
     ) -> Sequences:
         """Draw sequences, with replacement, among those whose returns are complete.
 
-        They start every `sequence_period` rows of a lane and may hold several episodes: `valid` is
-        False where one ends. Which are drawn, and their weights, is as for `sample`.
+        They start every `sequence_period` rows of a lane and may hold several episodes, with a row
+        that is not valid between two. Which are drawn, and their weights, is as for `sample`.
         """
         if self.priority_exponent:
             index, weight = self._draw_by_priority(state, key, batch_size, importance_exponent)
@@ -330,8 +325,8 @@ class Replay:
     def gather_sequences(self, state: ReplayState, time: Array, env: Array) -> Sequences:
         """Return the sequences that start at rows (time, env) [B], each with weight 1."""
         storage = state.storage
-        rows = np.arange(self.num_sequence_rows)
-        times = (time[:, None] + rows) % self.num_rows  # [B, S]
+        steps = np.arange(self.num_sequence_rows)
+        times = (time[:, None] + steps) % self.num_rows  # [B, S]
         envs = jnp.broadcast_to(env[:, None], times.shape)  # [B, S]
 
         def take(x: Array) -> Array:
@@ -342,16 +337,10 @@ class Replay:
             return x.at[place].get(mode="promise_in_bounds")  # [B, ...]
 
         obs = self._obs_at(state, times.ravel(), envs.ravel())  # [B * S, ...]
-        return Sequences(
-            obs=jax.tree.map(lambda x: x.reshape(*times.shape, *x.shape[1:]), obs),
-            action=jax.tree.map(take, storage.action),
-            reward=take(storage.reward),
-            terminated=take(storage.terminated),
-            truncated=take(storage.truncated),
-            valid=take(storage.valid),
-            weight=jnp.ones(time.shape),
-            extras=jax.tree.map(take_first, storage.extras),
-        )
+        obs = jax.tree.map(lambda x: x.reshape(*times.shape, *x.shape[1:]), obs)  # [B, S, ...]
+        rows = jax.tree.map(take, storage._replace(obs=(), extras=()))._replace(obs=obs)
+        extras = jax.tree.map(take_first, storage.extras)
+        return Sequences(rows, extras, weight=jnp.ones(time.shape))
 
     def _n_step_return(
         self, state: ReplayState, time: Array, env: Array

@@ -530,11 +530,12 @@ def is_sequence(replay: Replay, sequences: Any, b: int, lane: Lane, i: int) -> b
     """Return whether sequence b is rows i, i + 1, ... of the lane."""
     rows = slice(i, i + replay.num_sequence_rows)
     flags = ("reward", "terminated", "truncated", "valid")
-    obs = sequences.obs[b, ..., 0] if replay.frame_stack > 1 else sequences.obs["frame"][b]
+    found = sequences.rows
+    obs = found.obs[b, ..., 0] if replay.frame_stack > 1 else found.obs["frame"][b]
     stacks = [stack[-replay.frame_stack :] for stack in lane.stacks[rows]]
     return (
-        all(getattr(sequences, name)[b].tolist() == getattr(lane, name)[rows] for name in flags)
-        and sequences.action[b, :, 0].tolist() == list(range(rows.start, rows.stop))
+        all(getattr(found, name)[b].tolist() == getattr(lane, name)[rows] for name in flags)
+        and found.action[b, :, 0].tolist() == list(range(rows.start, rows.stop))
         and obs.tolist() == stacks
     )
 

@@ -1,0 +1,197 @@
+"""R2D2: memory replayed from storage, targets, priorities and exploration by hand, learning."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algos.r2d2 import PRESETS, Agent, Algorithm, Config, Trainer
+from common.errors import UserError
+from common.networks import Memory
+from common.replay import Sequences, Transition
+from common.targets import value_rescale, value_unrescale
+
+GAMMA = 0.9
+SMALL = Config(
+    env_id="gymnax/CartPole-v1",
+    num_envs=2,
+    total_timesteps=200,
+    learning_starts=80,
+    buffer_size=200,
+    burn_in=4,
+    sequence_length=6,
+    sequence_period=5,
+    n_step=3,
+    batch_size=4,
+    core_size=8,
+    train_frequency=20,
+)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return Trainer(SMALL)
+
+
+@pytest.fixture(scope="module")
+def acted(trainer: Trainer) -> tuple[Any, np.ndarray]:
+    """The state after 60 vector steps with random parameters, and the Q-values acted on."""
+    state, q_values = trainer.state, []
+
+    @jax.jit
+    def collect(state: Any) -> tuple[Any, jax.Array]:
+        memory = Memory(state.core, ~state.env.ended)
+        q_values, _ = trainer.agent.step(state.learner, state.env.obs, memory)
+        return trainer._run_collect(state), q_values
+
+    for _ in range(60):
+        state, now = collect(state)
+        q_values.append(np.asarray(now))
+    return state, np.stack(q_values)  # [T, N, A]
+
+
+def starts(trainer: Trainer, last: int) -> tuple[jax.Array, jax.Array]:
+    rows = np.arange(0, last, trainer.replay.sequence_period)
+    time, env = np.meshgrid(rows, np.arange(trainer.replay.num_envs), indexing="ij")
+    return jnp.asarray(time.ravel()), jnp.asarray(env.ravel())
+
+
+def test_q_values_from_the_stored_state_are_those_of_acting(trainer, acted):
+    """Burn-in 0, and no update since: over episodes' ends too."""
+    state, q_values = acted
+    time, env = starts(trainer, 45)
+    sequences = trainer.replay.gather_sequences(state.replay, time, env)
+    rows = sequences.rows
+    assert (~rows.valid).sum() > 5  # some sequences hold an end
+    params = state.learner.params
+    replayed, _ = trainer.algorithm.predict(params, rows.obs, sequences.extras, rows.valid)
+    steps = np.arange(trainer.replay.num_sequence_rows)
+    expected = q_values[np.asarray(time)[:, None] + steps, np.asarray(env)[:, None]]
+    np.testing.assert_allclose(replayed, expected, atol=1e-5)
+
+
+def test_burn_in_goes_on_from_the_stored_state(trainer, acted):
+    """As acting did: the memory behind the rows that warm it up is the one stored later."""
+    state, q_values = acted
+    time, env = starts(trainer, 45)
+    sequences = trainer.replay.gather_sequences(state.replay, time, env)
+    batch = trainer.algorithm.burn_in(state.learner.params, sequences)
+    assert batch.rows.reward.shape == (len(time), SMALL.sequence_length + SMALL.n_step)
+    np.testing.assert_array_equal(batch.rows.obs, sequences.rows.obs[:, SMALL.burn_in :])
+    first, _ = trainer.algorithm.predict(
+        state.learner.params, batch.rows.obs[:, :1], batch.extras, batch.rows.valid[:, :1]
+    )
+    expected = q_values[np.asarray(time) + SMALL.burn_in, np.asarray(env)]
+    np.testing.assert_allclose(first[:, 0], expected, atol=1e-5)
+    other = jax.tree.map(lambda x: 2 * x, state.learner.params)
+    assert (
+        jnp.abs(trainer.algorithm.burn_in(other, sequences).extras[0] - batch.extras[0]).max() > 0
+    )
+
+
+def hand_algorithm(**options: Any) -> Algorithm:
+    algorithm = object.__new__(Algorithm)
+    settings: dict[str, Any] = dict(gamma=GAMMA, n_step=2, sequence_length=3, burn_in=0)
+    algorithm.config = replace(Config(), **(settings | options))
+    return algorithm
+
+
+def hand_rows() -> Transition:
+    """One sequence of 3 + 2 rows: the second ends its episode, the third is not valid."""
+    return Transition(
+        obs=jnp.zeros((1, 5, 1)),
+        action=jnp.array([[0, 1, 1, 0, 1]]),
+        reward=jnp.array([[1.0, 2.0, 0.0, 4.0, 8.0]]),
+        terminated=jnp.zeros((1, 5), bool),
+        truncated=jnp.array([[False, True, False, False, False]]),
+        valid=jnp.array([[True, True, False, True, True]]),
+    )
+
+
+Q_VALUES = jnp.array([[[1.0, 2.0], [5.0, 4.0], [3.0, 1.0], [0.0, 2.0], [6.0, 0.0]]])
+TARGET_Q_VALUES = jnp.array([[[9.0, 0.1], [0.2, 9.0], [0.3, 9.0], [9.0, 0.4], [0.5, 9.0]]])
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_target_by_hand(terminated):
+    """The online network chooses, the target network values, and no return passes an end."""
+    rows = hand_rows()
+    if terminated:
+        rows = rows._replace(terminated=rows.truncated, truncated=rows.terminated)
+    target = hand_algorithm().td_target(Q_VALUES, TARGET_Q_VALUES, rows)
+    assert target.shape == (1, 3)
+    beyond = 0.0 if terminated else float(value_unrescale(jnp.float32(0.3)))  # row 2, action 0
+    first = value_rescale(jnp.float32(1 + GAMMA * 2 + GAMMA**2 * beyond))
+    second = value_rescale(jnp.float32(2 + GAMMA * beyond))
+    np.testing.assert_allclose(target[0, :2], [first, second], rtol=1e-5)
+
+
+def test_loss_by_hand():
+    algorithm = hand_algorithm(priority_eta=0.75)
+    algorithm.predict = lambda params, obs, core, valid: (Q_VALUES, core)  # type: ignore
+    rows = hand_rows()
+    batch = Sequences(rows, extras=(), weight=jnp.array([0.5]))
+    loss, (priority, metrics) = algorithm.loss_fn(None, TARGET_Q_VALUES, batch)
+    target = algorithm.td_target(Q_VALUES, TARGET_Q_VALUES, rows)[0]
+    errors = [float(target[0]) - 1, float(target[1]) - 4]  # the third row is not valid
+    np.testing.assert_allclose(loss, 0.5 * np.mean(np.square(errors)), rtol=1e-5)
+    sizes = np.abs(errors)
+    np.testing.assert_allclose(priority, [0.75 * sizes.max() + 0.25 * sizes.mean()], rtol=1e-5)
+    unscaled = value_unrescale(jnp.array([1.0, 4.0]))
+    np.testing.assert_allclose(metrics["q_values"], unscaled.mean(), rtol=1e-5)
+
+
+def test_each_environment_explores_with_its_own_epsilon(trainer):
+    epsilon = Agent(Config(num_envs=8), trainer.algorithm).epsilon
+    np.testing.assert_allclose(epsilon, 0.4 ** np.arange(1.0, 9.0), rtol=1e-5)
+    np.testing.assert_allclose(trainer.agent.epsilon, [0.4, 0.4**8], rtol=1e-5)
+    q_values = jnp.tile(jnp.array([0.0, 1.0]), (2, 1))
+    keys = jax.random.split(jax.random.key(0), 4_000)
+    greedy = trainer.agent.epsilon_greedy
+    actions = jax.vmap(lambda key: greedy(q_values, None, trainer.agent.epsilon, key))(keys)
+    np.testing.assert_allclose((actions == 0).mean(axis=0), [0.2, 0.0], atol=0.02)
+
+
+def test_learning_changes_the_priorities_that_were_drawn(trainer, acted):
+    state, _ = acted
+    trained, metrics = jax.jit(trainer._run_train)(state)
+    before, after = (s.replay.priorities.tree[0] for s in (state, trained))
+    assert 1 <= int((before != after).sum()) <= SMALL.batch_size
+    assert float(metrics["td_loss"]) > 0 and float(metrics["charts/updates"]) == 1
+
+
+def test_a_sequence_must_fit_before_the_first_update():
+    with pytest.raises(UserError, match=r"--learning-starts 25 comes before.*use at least 26"):
+        replace(SMALL, learning_starts=25)
+
+
+def test_runs_on_atari_with_the_preset():
+    small = dict(buffer_size=400, learning_starts=200, core_size=8, burn_in=2, sequence_length=4)
+    small |= dict(sequence_period=4, batch_size=2, num_envs=2, train_frequency=100)
+    config = replace(
+        Config(env_id="Breakout-v5", **(PRESETS["atari"] | small)), total_timesteps=400
+    )
+    trainer = Trainer(config)
+    assert trainer.state.replay.storage.obs.shape == (200, 2, 84, 84)
+    assert trainer.state.replay.storage.extras[0].shape == (50, 2, 8)
+    log_data = list(trainer())
+    assert log_data[-1]["logs"]["charts/updates"] == 2
+
+
+@pytest.mark.learning
+def test_learns_cartpole():
+    config = Config(
+        env_id="CartPole-v1",
+        total_timesteps=30_000,
+        learning_starts=1_000,
+        learning_rate=1e-3,
+        target_network_frequency=250,
+        core_size=64,
+    )
+    trainer = Trainer(config)
+    for _ in trainer():
+        pass
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
