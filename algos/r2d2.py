@@ -5,11 +5,11 @@ Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX   Docs: docs
     h_t = core(h_{t-1}, s_t), h_{t-1} = 0 at an episode's start    networks.RecurrentCore
     y_t = h(Σ_{k<n} γᵏ r_{t+k} + γⁿ h⁻¹(Q(s_{t+n}, a*; θ⁻)))       td_target
     a*  = argmax_a Q(s_{t+n}, a; θ)                                td_target
-    h(x) = sign(x) (√(|x| + 1) - 1) + 10⁻³ x                       targets.value_rescale
+    h(x) = sign(x) (√(|x| + 1) - 1) + 10⁻³ x                       targets.n_step_rescaled_return
     L(θ) = E[w δ_t²],  δ_t = y_t - Q(s_t, a_t; θ)                  loss_fn
     p    = η max_t |δ_t| + (1 - η) mean_t |δ_t|                    priority
     θ⁻   = τ θ + (1 - τ) θ⁻                                        sync_target
-    ε_i  = ε^(1 + α i / (N - 1)),  of environment i                Agent.__init__
+    ε_i  = ε^(1 + α i / (N - 1)),  of environment i                sample
     a    = argmax_a Q(s, a; θ), or uniform with probability ε_i    epsilon_greedy
 """
 
@@ -92,6 +92,7 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
     "atari": {
+        "env_kwargs": ("episodic_life=False", "reward_clip=False"),
         "num_envs": 64,
         "total_timesteps": 10_000_000,
         "log_frequency": 20_480,

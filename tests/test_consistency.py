@@ -108,6 +108,14 @@ SHARED: dict[tuple[str, str], list[str]] = {
     ("dqn", "c51"): [*DQN_PARTS[1:], "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "qr_dqn"): [*DQN_PARTS, "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "iqn"): DQN_PARTS[:-1],
+    ("dqn", "r2d2"): [
+        "Algorithm.init",
+        "Algorithm.sync_target",
+        "Agent.epsilon_greedy",
+        "Trainer.evaluate",
+        "Trainer.run_iterations",
+        "Trainer._run_sync",
+    ],
 }
 
 # The most lines that a variant may have which its parent has not.
