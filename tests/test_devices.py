@@ -18,7 +18,7 @@ import jax, numpy as np
 from common.run.devices import shard_over_devices
 
 module = importlib.import_module(sys.argv[1])
-options = dict(learning_starts=200) if sys.argv[1].endswith("dqn") else {}
+options = dict(learning_starts=280) if hasattr(module.Config, "learning_starts") else {}
 
 def train(num_devices):
     config = module.Config(env_id="gymnax/CartPole-v1", num_envs=8, total_timesteps=8192, **options)
@@ -48,7 +48,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize(
     ("module", "iterations"),
-    [("ppo", 2), ("a2c", 12), ("ppo_rnn", 2), ("dqn", 60), ("prioritized_dqn", 60)],
+    [("ppo", 2), ("a2c", 12), ("ppo_rnn", 2), ("dqn", 60), ("r2d2", 60)],
 )
 def test_four_devices_learn_what_one_learns(module, iterations):
     ran = run_alone(f"algos.{module}", iterations, program=("-c", TRAIN), **FOUR)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_helpers import run_alone
 
-from algos import a2c, dqn, ppo, ppo_rnn, prioritized_dqn
+from algos import a2c, dqn, ppo, ppo_rnn, r2d2
 from common import load
 from common.errors import UserError
 
@@ -15,7 +15,7 @@ from common.run.logger import read_metrics
 from common.run.seeds import batch_seeds, state_of_seed
 
 PPO = Path(ppo.__file__)
-WITH_REPLAY = [dqn, prioritized_dqn]
+WITH_REPLAY = [dqn, r2d2]
 GYMNAX = ("--env-id", "gymnax/CartPole-v1")
 SHORT = (*GYMNAX, "--log-frequency", 2048, "--eval-frequency", 2048, "--eval-episodes", 4)
 
