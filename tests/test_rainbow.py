@@ -411,7 +411,7 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 def test_learns_cartpole():
     config = Config(
-        total_timesteps=40_000,
+        total_timesteps=50_000,
         learning_starts=1_000,
         learning_rate=1e-3,
         batch_size=64,
@@ -419,8 +419,10 @@ def test_learns_cartpole():
         train_frequency=8,
         num_atoms=51,
         v_min=0.0,
+        sigma=0.5,
     )
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
+    # 3 seeds gave 369 to 500; no bootstrap gave 142.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 250
