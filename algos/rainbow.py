@@ -73,7 +73,7 @@ class Config:
     num_atoms: Positive[int] = 101  # M, atoms of the distribution; 51 in the paper
     v_min: Finite[float] = -100.0  # return of the first atom; -10 in the paper
     v_max: Finite[float] = 100.0  # return of the last atom; 10 in the paper
-    sigma: Positive[float] = 0.25  # σ_0: at first, each σ is σ_0 / √inputs; 0.5 in the paper
+    sigma: Positive[float] = 0.5  # σ_0: at first, each σ is σ_0 / √inputs
     frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
     target_network_frequency: Positive[int] = 500  # env steps between two target updates
@@ -105,7 +105,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_atoms": 51,
         "v_min": -10.0,
         "v_max": 10.0,
-        "sigma": 0.5,
         "frame_stack": 4,
         "target_network_frequency": 8_000,
         "batch_size": 32,

@@ -419,7 +419,6 @@ def test_learns_cartpole():
         train_frequency=8,
         num_atoms=51,
         v_min=0.0,
-        sigma=0.5,
     )
     trainer = Trainer(config)
     for _ in trainer():
