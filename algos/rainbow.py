@@ -47,7 +47,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the six parts are on, and the rest is for CartPole-v1."""
+    """Hyper-parameters; for CartPole-v1, and in `atari` those of the paper's table 1."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
