@@ -108,6 +108,15 @@ SHARED: dict[tuple[str, str], list[str]] = {
     ("dqn", "c51"): [*DQN_PARTS[1:], "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "qr_dqn"): [*DQN_PARTS, "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "iqn"): DQN_PARTS[:-1],
+    ("dqn", "rainbow"): [
+        "Algorithm.init",
+        "Algorithm.sync_target",
+        "Agent.predict",
+        "Agent.epsilon_greedy",
+        *TRAINER_PARTS,
+    ],
+    ("prioritized_dqn", "rainbow"): ["Agent.__init__"],
+    ("c51", "rainbow"): ["Config.__post_init__"],
     ("dqn", "r2d2"): [
         "Algorithm.init",
         "Algorithm.sync_target",
@@ -128,6 +137,8 @@ ADDED_LINES = {
     ("dqn", "c51"): 70,
     ("dqn", "qr_dqn"): 70,
     ("dqn", "iqn"): 70,
+    ("c51", "rainbow"): 150,
+    ("prioritized_dqn", "rainbow"): 150,
 }
 
 
