@@ -97,6 +97,21 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
+    "minatar": {
+        "total_timesteps": 2_000_000,
+        "log_frequency": 20_000,
+        "learning_rate": 2.5e-4,
+        "buffer_size": 100_000,
+        "target_network_frequency": 1_000,
+        "num_atoms": 51,
+        "v_min": -25.0,
+        "v_max": 25.0,
+        "batch_size": 32,
+        "end_epsilon": 0.01,
+        "exploration_fraction": 0.1,
+        "learning_starts": 5_000,
+        "train_frequency": 4,
+    },
     "atari": {
         "total_timesteps": 10_000_000,
         "log_frequency": 2_000,
@@ -128,7 +143,7 @@ class Model(nnx.Module):
 
     def _stream(self, num_rows: int, sigma: float, rngs: nnx.Rngs) -> Any:
         """Layers from features [B, F] to [B, num_rows * M]; hidden layers as in DQN."""
-        hidden = (512,) if self.encoder.has_cnn else (120, 84)
+        hidden = (self.encoder.num_units,) if self.encoder.has_cnn else (120, 84)
         sizes = self.encoder.num_features, *hidden
         num_outputs = num_rows * self.num_outputs
         if self.noisy:
