@@ -150,21 +150,26 @@ def curve_statistics(returns: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def write_report(out: Path) -> None:
     """Make tables and pictures from all finished runs under `out`."""
-    paths = (out / "jobs").glob("*.json")
-    results = [Result(**json.loads(path.read_text())) for path in paths]
-    if not results:
+    groups = read_groups(out)
+    if not groups:
         return
-    results.sort(key=lambda result: (result.env_id, result.label, result.seed))
-    groups = [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.label))]
-    write_atomically(out / "results.csv", _runs_table(results))
+    write_atomically(out / "results.csv", _runs_table([run for group in groups for run in group]))
     write_atomically(out / "results.md", markdown_report(groups))
     rows = []
     for env_id, same_env in groupby(groups, lambda group: group[0].env_id):
-        curves = [_seed_curves(group) for group in same_env]
+        curves = [seed_curves(group) for group in same_env]
         save_curves(curves, env_id, out / f"{file_name(env_id)}.png")
         for algo, seeds, *columns in curves:
             rows += [(env_id, algo, seeds, *values) for values in zip(*columns, strict=True)]
     write_atomically(out / "curves.csv", csv_text(("env_id", *SeedCurves._fields), rows))
+
+
+def read_groups(out: Path) -> list[list[Result]]:
+    """Return all finished runs under `out`, in groups that differ in the seed alone."""
+    paths = (out / "jobs").glob("*.json")
+    results = [Result(**json.loads(path.read_text())) for path in paths]
+    results.sort(key=lambda result: (result.env_id, result.label, result.seed))
+    return [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.label))]
 
 
 def _runs_table(results: list[Result]) -> str:
@@ -173,7 +178,8 @@ def _runs_table(results: list[Result]) -> str:
     return csv_text(header, [[getattr(result, name) for name in header] for result in results])
 
 
-def _seed_curves(group: list[Result]) -> SeedCurves:
+def seed_curves(group: list[Result]) -> SeedCurves:
+    """Return the statistics of the learning curves of a group of runs."""
     steps, returns = on_common_steps([result.curve for result in group])
     return SeedCurves(group[0].label, len(group), steps, *curve_statistics(returns))
 
@@ -201,8 +207,8 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
 
 def markdown_report(groups: list[list[Result]]) -> str:
     """Return results.md for groups of runs that differ in the seed alone."""
-    names = ("algorithm", "environment", "seeds", "env steps", "training return", "published")
-    more = ("evaluation return", "SPS", "minutes a run")
+    names = ("algorithm", "environment", "seeds", "env steps", "training return")
+    more = ("IQM [95 % interval]", "published", "evaluation return", "SPS", "minutes a run")
     lines = [
         "# Returns over seeds",
         "",
@@ -211,7 +217,8 @@ def markdown_report(groups: list[list[Result]]) -> str:
         *(_markdown_row(group) for group in groups),
         "",
         "Mean ± standard deviation over seeds. Training return: all episodes that ended in the "
-        "last 10 % of the steps. Evaluation return: the final policy. Published: CleanRL's "
+        "last 10 % of the steps. IQM: its interquartile mean over 5 seeds or more, with the "
+        "bootstrapped 95 % interval. Evaluation return: the final policy. Published: CleanRL's "
         "training return, 3 seeds, as many steps. SPS: env steps a second, median "
         "of the log points.",
         "",
@@ -222,15 +229,17 @@ def markdown_report(groups: list[list[Result]]) -> str:
 
 def _markdown_row(group: list[Result]) -> str:
     first = group[0]
+    returns = [result.training_return for result in group]
     published = PUBLISHED.get((first.label, first.env_id, first.steps), "–")
     cells = (
         first.label,
         first.env_id,
         len(group),
         f"{first.steps:,}",
-        _mean_and_std([result.training_return for result in group]),
+        mean_and_std(returns),
+        robust_mean(returns) if len(group) >= MANY_SEEDS else "–",
         published,
-        _mean_and_std([result.evaluation_return for result in group]),
+        mean_and_std([result.evaluation_return for result in group]),
         f"{np.mean([result.SPS for result in group]):,.0f}",
         f"{np.mean([result.seconds for result in group]) / 60:.1f}",
     )
@@ -256,9 +265,17 @@ def _markdown_origin(group: list[Result]) -> str:
     return f"- {first.label} on {first.env_id}: `{command}`, commit {commits}, {machines}"
 
 
-def _mean_and_std(values: list[float]) -> str:
+def mean_and_std(values: list[float]) -> str:
+    """Return mean ± standard deviation; the mean alone of one value."""
     spread = f" ± {np.std(values):.1f}" if len(values) > 1 else ""
     return f"{np.mean(values):.1f}{spread}"
+
+
+def robust_mean(values: list[float]) -> str:
+    """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
+    runs = np.array(values)[:, None]  # [S, 1]
+    low, high = bootstrap_interval([runs], interquartile_mean)
+    return f"{interquartile_mean(runs)[0]:.1f} [{low[0]:.1f}, {high[0]:.1f}]"
 
 
 def file_name(env_id: str) -> str:

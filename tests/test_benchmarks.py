@@ -25,6 +25,7 @@ import conv  # noqa: E402
 import gpu  # noqa: E402
 import gpu_items  # noqa: E402
 import pong_torch  # noqa: E402
+import replay  # noqa: E402
 import same_bits  # noqa: E402
 import throughput  # noqa: E402
 import throughput_ppo  # noqa: E402
@@ -332,3 +333,60 @@ def test_gpu_program_on_a_cpu(tmp_path: Path) -> None:
     assert unknown.returncode == 2
     (line,) = unknown.stderr.splitlines()
     assert line.startswith("error: unknown --items 'envpol'; accepted are envpool, float64")
+
+
+# Prioritized replay
+
+
+def test_numpy_tree_by_hand() -> None:
+    tree = replay.NumpyTree(5)
+    tree.update(np.arange(5), np.array([1.0, 2.0, 0.0, 4.0, 3.0]))
+    assert tree.sums[1:8].tolist() == [10, 7, 3, 3, 4, 3, 0]
+    # Running sums 1, 3, 3, 7, 10.
+    assert tree.draw(np.array([0.0, 0.1, 0.29, 0.3, 0.69, 0.99])).tolist() == [0, 1, 1, 3, 3, 4]
+    tree.update(np.array([3]), 0.0)
+    assert tree.sums[1:8].tolist() == [6, 3, 3, 3, 0, 3, 0]
+
+
+def test_numpy_replay_never_draws_the_newest_row() -> None:
+    buffer, rng = replay.NumpyReplay(32), np.random.default_rng(0)
+    for _ in range(7):  # 4 rows: number 2 is the newest
+        buffer.add()
+    index, obs, next_obs, reward, weight = buffer.sample(rng, 64)
+    assert set(index // 8) == {0, 1, 3}
+    # Rows 0, 1 and 3 hold steps 4, 5 and 3; the next observation is that of the step after.
+    step, lane = np.array([4, 5, -1, 3])[index // 8], index % 8
+    assert np.array_equal(obs, buffer.steps["obs"][step, lane])
+    assert np.array_equal(next_obs, buffer.steps["obs"][step + 1, lane])
+    assert (weight == 1).all() and (reward == 1).all()
+
+
+@pytest.mark.parametrize("make", [replay.ours_measure, replay.numpy_measure])
+def test_replay_iterations_run_again_and_again(make: Any) -> None:
+    run = make(64, 8)
+    run(2)
+    run(3)
+
+
+def test_replay_table_by_hand() -> None:
+    figures = {f"ours 32 {n}": time for n, time in ((10, 20.0), (100, 25.0))}
+    figures |= {f"{side} 32 {n}": 50.0 for side in ("flashbax", "numpy") for n in (10, 100)}
+    results = {"machine": MACHINE | {"flashbax": "0.1"}, "microseconds": figures}
+    lines = replay.as_table(results).splitlines()
+    assert "|  | batch | 10 | 100 | 100 / 10 |" in lines
+    assert "| ours | 32 | 20.0 | 25.0 | 1.25 |" in lines
+    assert "| numpy | 32 | 50.0 (2.5 times ours) | 50.0 (2.0 times ours) | 1.00 |" in lines
+    assert lines[-1] == "flashbax 0.1"
+
+
+def test_without_flashbax_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashbax", None)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as exit_info, cli.exit_codes(debug=False):
+        replay.main(replay.Options(out=str(out)))
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "pip install flashbax" in line
+    assert not out.exists()

@@ -99,8 +99,10 @@ def test_report_shows_mean_std_published_figure_and_origin():
     group = [make_result(seed=1, flags=flags), make_result(seed=2, training_return=480.0)]
     text = report.markdown_report([group, [make_result(steps=1000, commit="def")]])
     first, second = (line for line in text.split("\n") if line.startswith("| dqn"))
-    assert first.startswith("| dqn | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | 498 | 500.0 ± 0.0")
-    assert second.startswith("| dqn | CartPole-v1 | 1 | 1,000 | 490.0 | – |")
+    assert first.startswith(
+        "| dqn | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | – | 498 | 500.0 ± 0.0"
+    )
+    assert second.startswith("| dqn | CartPole-v1 | 1 | 1,000 | 490.0 | – | – |")
     assert "--num-seeds 2 --eval-frequency 0 -- --gamma 0.9`, commit abc, CPU" in text
 
 
@@ -202,8 +204,8 @@ def test_the_report_has_a_line_for_each_setting(tmp_path):
         report.write_atomically(tmp_path / "jobs" / f"{i}.json", json.dumps(asdict(result)))
     report.write_report(tmp_path)
     text = (tmp_path / "results.md").read_text()
-    assert "| dqn | CartPole-v1 | 1 | 500,000 | 490.0 | 498 |" in text
-    assert "| dqn, low | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | – |" in text
+    assert "| dqn | CartPole-v1 | 1 | 500,000 | 490.0 | – | 498 |" in text
+    assert "| dqn, low | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | – | – |" in text
     assert "sweep.py --algos /tmp/dqn.py --env-ids CartPole-v1 --num-seeds 2" in text
     rows = list(csv.DictReader((tmp_path / "curves.csv").read_text().splitlines()))
     assert [(row["algo"], row["seeds"]) for row in rows] == [("dqn", "1"), ("dqn, low", "2")]

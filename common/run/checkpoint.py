@@ -27,6 +27,7 @@ from common.run.logger import ends_log_point
 from common.run.trainer import Call, Trainer, TrainState
 
 CHECKSUMS, LATEST = "checksums.json", "latest_step"
+PIECE = 1 << 26  # bytes compressed at once, and of a file: what is not written yet is in memory
 CHUNK = 1 << 20  # bytes read at once: a replay buffer must not enter memory a second time
 
 
@@ -77,11 +78,14 @@ class Checkpoints:
     def save(self, step: int, state: Any, episode_return: float | None) -> None:
         """Write a checkpoint; a killed or failed write leaves the earlier ones as they are."""
         metrics = None if episode_return is None else {"return": episode_return}
+        filled = _filled(state)
+        in_pieces = jax.tree.map(lambda _: self._ocp.SaveArgs(chunk_byte_size=PIECE), filled)
+        args = self._ocp.args.PyTreeSave(
+            filled, save_args=in_pieces, ocdbt_target_data_file_size=PIECE
+        )
         with _quiet_orbax():
             manager = self._ocp.CheckpointManager(self.folder.absolute(), options=self._options)
-            manager.save(
-                step, args=self._ocp.args.StandardSave(_filled(state)), metrics=metrics, force=True
-            )
+            manager.save(step, args=args, metrics=metrics, force=True)
         sums = json.dumps(_checksums(self.folder / str(step)))
         write_atomically(self.folder / str(step) / CHECKSUMS, sums)
         write_atomically(self.folder / LATEST, str(step))

@@ -1,0 +1,274 @@
+"""Tables of algorithm x environment, and a picture of each, from the committed sweeps.
+
+    python benchmarks/tables.py
+
+rewrites what stands between the two markers in README.md and docs/results.md from the `jobs/*.json`
+under benchmarks/results/sweep*, and draws docs/img/results_*.png. Nothing is trained.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.errors import UserError
+from machine import ROOT
+from report import (
+    MANY_SEEDS,
+    PUBLISHED,
+    Result,
+    SeedCurves,
+    mean_and_std,
+    read_groups,
+    robust_mean,
+    seed_curves,
+    write_atomically,
+)
+
+from common.run import cli
+
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
+END = "<!-- end of results -->"
+ORDER = (
+    *("dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51", "qr_dqn", "iqn"),
+    *("ppo", "ppo_rnn", "a2c", "ddpg", "td3", "sac", "sac_discrete"),
+)
+# They do not change what a run learns, or stand in the table.
+SILENT_FLAGS = (
+    *("--eval-frequency", "--checkpoint-frequency", "--log-frequency"),
+    "--total-timesteps",
+)
+EXPLANATION = (
+    "Training return: all episodes that ended in the last 10 % of the steps; mean ± standard "
+    "deviation over seeds. Over 5 seeds also the interquartile mean (IQM) with its bootstrapped "
+    "95 % interval. In parentheses: CleanRL's mean of 3 seeds after as many steps. Command, commit "
+    "and machine of each figure are in `results.md` of the folder under data."
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Environments that share a table."""
+
+    name: str  # of its picture
+    title: str
+    folders: tuple[str, ...]  # under benchmarks/results; one that is missing is left out
+    env_ids: tuple[str, ...] = ()  # in their order; all of the folders if there are none
+
+
+FAMILIES = (
+    Family(
+        "classic",
+        "Classic control",
+        ("sweep", "sweep_value", "sweep_on_policy"),
+        ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
+    ),
+    Family(
+        "mujoco",
+        "MuJoCo",
+        ("sweep_halfcheetah", "sweep_ppo_mujoco"),
+        ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
+    ),
+    Family("minatar", "MinAtar", ("sweep_minatar",)),
+)
+
+
+class Cell(NamedTuple):
+    """The runs of an algorithm on an environment, which differ in the seed alone."""
+
+    folder: str
+    runs: list[Result]
+
+    @property
+    def column(self) -> tuple[str, int]:
+        """Return the environment and the length of the runs."""
+        return self.runs[0].env_id, self.runs[0].steps
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page with markers, and how it refers to what lies elsewhere."""
+
+    path: str
+    algorithms: str  # folder of the pages of algorithms, as links begin
+    data: str  # what stands for a folder of results, with {} for its name
+    whole: bool = False  # with pictures, and with runs that are in no family
+
+
+PAGES = (
+    Page("README.md", "docs/algorithms", "[{0}](benchmarks/results/{0}/results.md)"),
+    Page("docs/results.md", "algorithms", "`{0}`", whole=True),
+)
+
+
+def main() -> None:
+    """Rewrite the pages and pictures, and name them."""
+    cells = read_cells(RESULTS)
+    for page in PAGES:
+        path = ROOT / page.path
+        write_atomically(path, with_block(path.read_text(), page_block(page, cells), page.path))
+    pictures = [draw_family(family, family_cells(family, cells)) for family in FAMILIES]
+    made = [*(page.path for page in PAGES), *filter(None, pictures)]
+    print("files:", ", ".join(made))
+
+
+def read_cells(results: Path) -> list[Cell]:
+    """Return the groups of runs of all sweeps, in the order in which algorithms are named."""
+    folders = sorted(path.parent for path in results.glob("sweep*/jobs"))
+    cells = [Cell(folder.name, runs) for folder in folders for runs in read_groups(folder)]
+    return sorted(
+        cells, key=lambda cell: (place(ORDER, cell.runs[0].algo), cell.runs[0].label, cell.folder)
+    )
+
+
+def place(order: tuple[str, ...], name: str) -> tuple[int, str]:
+    """Return what sorts a name: those of the order first, others by the alphabet."""
+    return (order.index(name) if name in order else len(order)), name
+
+
+def with_block(text: str, block: str, name: str) -> str:
+    """Return a page's text with another block between its markers.
+
+    Raises:
+        UserError: a marker is missing, or there is more than one.
+    """
+    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
+        raise UserError(f"{name} needs one line {BEGIN} and below it one line {END}")
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    return f"{before}{BEGIN}\n\n{block}\n\n{after}"
+
+
+def page_block(page: Page, cells: list[Cell]) -> str:
+    """Return what stands between a page's markers."""
+    parts = [EXPLANATION]
+    level = "##" if page.whole else "###"
+    for family in FAMILIES:
+        members = family_cells(family, cells)
+        if members:
+            parts += [f"{level} {family.title}", family_table(page, family, members)]
+        if members and page.whole:
+            parts.append(f"![Learning curves: {family.title}](img/results_{family.name}.png)")
+    rest = [cell for cell in cells if not any(belongs(cell, family) for family in FAMILIES)]
+    if rest and page.whole:
+        parts += [f"{level} Other runs", other_table(page, rest)]
+    return "\n\n".join(parts)
+
+
+def family_cells(family: Family, cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells of a family's table."""
+    return [cell for cell in cells if belongs(cell, family)]
+
+
+def belongs(cell: Cell, family: Family) -> bool:
+    """Return whether a cell is one of a family's table."""
+    known = not family.env_ids or cell.runs[0].env_id in family.env_ids
+    return known and cell.folder in family.folders
+
+
+def family_table(page: Page, family: Family, cells: list[Cell]) -> str:
+    """Return algorithm x environment in markdown.
+
+    Raises:
+        UserError: two folders have the same runs.
+    """
+    columns = sorted({cell.column for cell in cells}, key=lambda x: place(family.env_ids, x[0]))
+    header = ["algorithm", *(f"{env_id}<br>{steps:,} steps" for env_id, steps in columns), "data"]
+    rows = []
+    for label, same in groupby(cells, lambda cell: cell.runs[0].label):
+        row = list(same)
+        by_column = {cell.column: cell for cell in row}
+        if len(by_column) < len(row):
+            folders = ", ".join(sorted(cell.folder for cell in row))
+            raise UserError(f"{label} is twice in one cell of {family.title}: {folders}")
+        returns = [describe(by_column.get(column)) for column in columns]
+        data = [page.data.format(name) for name in dict.fromkeys(cell.folder for cell in row)]
+        rows.append([algorithm_link(page, row[0]), *returns, ", ".join(data)])
+    return markdown_table(header, rows)
+
+
+def other_table(page: Page, cells: list[Cell]) -> str:
+    """Return the runs that are in no family, a line each."""
+    rows = []
+    for cell in sorted(cells, key=lambda cell: cell.column):
+        env_id, steps = cell.column
+        name, data = algorithm_link(page, cell), page.data.format(cell.folder)
+        rows.append([env_id, f"{steps:,}", name, describe(cell), own_flags(cell), data])
+    header = ["environment", "env steps", "algorithm", "training return", "flags", "data"]
+    return markdown_table(header, rows)
+
+
+def describe(cell: Cell | None) -> str:
+    """Return a cell's training return, beside the published one."""
+    if cell is None:
+        return "–"
+    returns = [run.training_return for run in cell.runs]
+    published = PUBLISHED.get((cell.runs[0].label, *cell.column))
+    parts = [mean_and_std(returns) + (f" ({published})" if published is not None else "")]
+    if len(returns) >= MANY_SEEDS:
+        parts.append(f"IQM {robust_mean(returns)}")
+    if len(returns) != MANY_SEEDS:
+        parts.append(f"{len(returns)} seed{'s' * (len(returns) > 1)}")
+    return "<br>".join(parts)
+
+
+def own_flags(cell: Cell) -> str:
+    """Return the flags that change what a run learns."""
+    flags = " ".join(cell.runs[0].flags)
+    named = [part.strip() for part in flags.split("--") if part.strip()]
+    own = [f"--{part}" for part in named if f"--{part.split()[0]}" not in SILENT_FLAGS]
+    return f"`{' '.join(own)}`" if own else ""
+
+
+def algorithm_link(page: Page, cell: Cell) -> str:
+    """Return the name of a row, with a link to the algorithm's page."""
+    first = cell.runs[0]
+    return f"[{first.label}]({page.algorithms}/{first.algo}.md)"
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table in markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw_family(family: Family, cells: list[Cell]) -> str | None:
+    """Draw the learning curves of a family side by side; return the picture's path, if any."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not cells:
+        return None
+    columns = sorted({cell.column for cell in cells}, key=lambda x: place(family.env_ids, x[0]))
+    labels = list(dict.fromkeys(cell.runs[0].label for cell in cells))
+    figure = Figure(figsize=(4.5 * len(columns), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, column in enumerate(columns):
+        axes = figure.add_subplot(1, len(columns), i + 1, title=column[0], xlabel="env steps")
+        for cell in (cell for cell in cells if cell.column == column):
+            draw_curve(axes, seed_curves(cell.runs), labels.index(cell.runs[0].label))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("training return, mean over seeds")
+    handles = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    shown = [label for label in labels if label in handles]
+    lines = [handles[label] for label in shown]
+    figure.legend(lines, shown, loc="outside lower center", ncols=min(len(shown), 6))
+    path = f"docs/img/results_{family.name}.png"
+    figure.savefig(ROOT / path, dpi=120)
+    return path
+
+
+def draw_curve(axes: Any, curve: SeedCurves, number: int) -> None:
+    """Draw a mean over seeds and its 95 % interval; there are ten colours, then dashes."""
+    colour, dashes = f"C{number % 10}", "-" if number < 10 else "--"
+    axes.plot(curve.step, curve.mean, dashes, color=colour, label=curve.algo)
+    if np.isfinite(curve.low).any():
+        axes.fill_between(curve.step, curve.low, curve.high, color=colour, alpha=0.15, lw=0)
+
+
+if __name__ == "__main__":
+    with cli.exit_codes(debug=False):
+        main()

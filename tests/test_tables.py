@@ -1,0 +1,149 @@
+"""Tables of algorithm x environment: cells by hand, and the committed pages."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+import tables  # noqa: E402
+
+README, SITE = tables.PAGES
+CLASSIC, MUJOCO, MINATAR = tables.FAMILIES
+
+
+def make_cell(
+    returns: list[float], algo: str = "dqn", folder: str = "sweep", **changes: Any
+) -> tables.Cell:
+    fields: dict[str, Any] = {"algo": algo, "env_id": "CartPole-v1", "steps": 500_000}
+    fields |= {"flags": ["--eval-frequency", "0"], "evaluation_return": 0.0, "evaluation_std": 0.0}
+    fields |= {"seconds": 1.0, "SPS": 1.0, "commit": "abc", "machine": "CPU", "curve": []}
+    runs = enumerate(returns, start=1)
+    return tables.Cell(
+        folder,
+        [report.Result(seed=i, training_return=x, **fields | changes) for i, x in runs],
+    )
+
+
+# Cells
+
+
+def test_cell_of_five_seeds_by_hand() -> None:
+    # The middle three of five: (2 + 3 + 4) / 3.
+    text = tables.describe(make_cell([1.0, 100.0, 3.0, 2.0, 4.0]))
+    mean, iqm = text.split("<br>")
+    assert mean == "22.0 ± 39.0 (498)"
+    assert iqm.startswith("IQM 3.0 [")
+    low, high = map(float, iqm.split("[")[1].strip("]").split(", "))
+    assert 1 <= low < 3 < high <= 100
+
+
+def test_number_of_seeds_is_said_when_it_is_not_five() -> None:
+    assert tables.describe(make_cell([490.0, 500.0])) == "495.0 ± 5.0 (498)<br>2 seeds"
+    assert tables.describe(make_cell([490.0], steps=1000)) == "490.0<br>1 seed"
+    assert tables.describe(make_cell([7.0] * 6, algo="iqn")) == (
+        "7.0 ± 0.0<br>IQM 7.0 [7.0, 7.0]<br>6 seeds"
+    )
+    assert tables.describe(None) == "–"
+
+
+def test_flags_that_change_nothing_are_left_out() -> None:
+    flags = ["--eval-frequency", "0", "--checkpoint-frequency", "0", "--env-kwargs", "a=1", "b=-2"]
+    assert tables.own_flags(make_cell([1.0], flags=flags)) == "`--env-kwargs a=1 b=-2`"
+    assert tables.own_flags(make_cell([1.0])) == ""
+
+
+# Tables
+
+
+def test_table_by_hand() -> None:
+    cells = [
+        make_cell([1.0]),
+        make_cell([-1.0], env_id="Acrobot-v1"),
+        make_cell([2.0], algo="ppo", folder="sweep_on_policy"),
+    ]
+    lines = tables.family_table(README, CLASSIC, cells).split("\n")
+    assert lines == [
+        "| algorithm | CartPole-v1<br>500,000 steps | Acrobot-v1<br>500,000 steps | data |",
+        "| --- | --- | --- | --- |",
+        "| [dqn](docs/algorithms/dqn.md) | 1.0 (498)<br>1 seed | -1.0 (-89)<br>1 seed "
+        "| [sweep](benchmarks/results/sweep/results.md) |",
+        "| [ppo](docs/algorithms/ppo.md) | 2.0 (490)<br>1 seed | – "
+        "| [sweep_on_policy](benchmarks/results/sweep_on_policy/results.md) |",
+    ]
+
+
+def test_runs_of_two_folders_do_not_hide_each_other() -> None:
+    cells = [make_cell([1.0]), make_cell([2.0], folder="sweep_value")]
+    with pytest.raises(UserError, match=r"dqn is twice .* sweep, sweep_value"):
+        tables.family_table(README, CLASSIC, cells)
+
+
+def test_a_family_appears_with_its_data() -> None:
+    cells = [make_cell([1.0]), make_cell([3.0], env_id="gymnax/CartPole-v1")]
+    block = tables.page_block(SITE, cells)
+    assert "## Classic control" in block and "MinAtar" not in block and "MuJoCo" not in block
+    assert "| gymnax/CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 3.0<br>1 seed |" in block
+    more = [make_cell([9.0], folder="sweep_minatar", env_id="gymnax/Breakout-MinAtar", steps=10)]
+    block = tables.page_block(README, cells + more)
+    assert "### MinAtar\n\n| algorithm | gymnax/Breakout-MinAtar<br>10 steps | data |" in block
+    assert "gymnax/CartPole-v1" not in block, "other runs are on the site alone"
+
+
+def test_only_what_is_between_the_markers_changes() -> None:
+    page = f"above\n{tables.BEGIN}\nold\n{tables.END}\nbelow\n"
+    expected = f"above\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nbelow\n"
+    assert tables.with_block(page, "new", "PAGE.md") == expected
+    assert tables.with_block(expected, "new", "PAGE.md") == expected
+    for wrong in (page.replace(tables.END, ""), page + page, f"{tables.END}{tables.BEGIN}"):
+        with pytest.raises(UserError, match=r"^PAGE\.md needs one line"):
+            tables.with_block(wrong, "new", "PAGE.md")
+
+
+def test_algorithms_come_in_the_order_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "](algos/" in line]
+    assert [row.split("](algos/")[1].split(".py")[0] for row in rows] == list(tables.ORDER)
+
+
+def test_a_picture_has_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "docs" / "img").mkdir(parents=True)
+    curve = [(100, 10.0, 2.0), (200, 20.0, 2.0)]
+    names = [f"algo{i}" for i in range(12)]
+    cells = [make_cell([1.0, 2.0], algo=name, curve=curve) for name in names]
+    assert tables.draw_family(CLASSIC, cells) == "docs/img/results_classic.png"
+    assert (tmp_path / "docs" / "img" / "results_classic.png").stat().st_size > 1000
+    assert tables.draw_family(MINATAR, []) is None
+
+
+# Committed
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.path)
+def test_committed_tables_follow_from_the_data(page: tables.Page) -> None:
+    cells = tables.read_cells(tables.RESULTS)
+    text = (ROOT / page.path).read_text()
+    block = tables.page_block(page, cells)
+    assert tables.with_block(text, block, page.path) == text, "run python benchmarks/tables.py"
+
+
+def test_committed_reports_follow_from_the_data() -> None:
+    folders = [path.parent for path in tables.RESULTS.glob("sweep*/jobs")]
+    assert len(folders) > 10
+    for folder in folders:
+        text = report.markdown_report(report.read_groups(folder))
+        assert text == (folder / "results.md").read_text(), f"run benchmarks/report.py {folder}"
+
+
+def test_every_family_with_data_has_its_picture() -> None:
+    cells = tables.read_cells(tables.RESULTS)
+    for family in tables.FAMILIES:
+        path = ROOT / "docs" / "img" / f"results_{family.name}.png"
+        assert path.exists() == bool(tables.family_cells(family, cells))
