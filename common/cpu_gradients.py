@@ -40,8 +40,8 @@ def as_float(x: Array) -> Array:
     return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x
 
 
-def conv(x: Array, kernel: Array, bias: Array, stride: int) -> Array:
-    """Valid convolution and ReLU as patches and matrix products; bytes are scaled to [0, 1].
+def conv(x: Array, kernel: Array, bias: Array, stride: int, relu: bool = True) -> Array:
+    """Valid convolution, and ReLU, as patches and matrix products; bytes are scaled to [0, 1].
 
     x [B, H, W, C], kernel [K, K, C, O] -> [B, H', W', O]
     """
@@ -50,7 +50,7 @@ def conv(x: Array, kernel: Array, bias: Array, stride: int) -> Array:
         x, kernel = _space_to_depth(x, kernel, stride)
         size, stride = size // stride, 1
     flat = kernel.reshape(-1, kernel.shape[-1])  # [size * size * C, O]
-    return _conv_relu(as_float(x), flat, bias, size, stride)
+    return _conv(as_float(x), flat, bias, size, stride, relu)
 
 
 def mlp(x: Array, kernels: Sequence[Array], biases: Sequence[Array]) -> Array:
@@ -88,25 +88,26 @@ def _patches(x: Array, size: int, stride: int) -> Array:
     return jnp.concatenate(slices, axis=-1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _conv_relu(x: Array, kernel: Array, bias: Array, size: int, stride: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _conv(x: Array, kernel: Array, bias: Array, size: int, stride: int, relu: bool) -> Array:
     """Convolution of [B, H, W, C] with [size * size * C, O], and ReLU."""
-    return jax.nn.relu(_patches(x, size, stride) @ kernel + bias)
+    y = _patches(x, size, stride) @ kernel + bias
+    return jax.nn.relu(y) if relu else y
 
 
-def _conv_relu_forward(
-    x: Array, kernel: Array, bias: Array, size: int, stride: int
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    y = _conv_relu(x, kernel, bias, size, stride)
-    return y, (x, kernel, y)
+def _conv_forward(
+    x: Array, kernel: Array, bias: Array, size: int, stride: int, relu: bool
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    y = _conv(x, kernel, bias, size, stride, relu)
+    return y, (x, kernel, y if relu else None)
 
 
-def _conv_relu_backward(
-    size: int, stride: int, saved: tuple[Array, Array, Array], grad: Array
+def _conv_backward(
+    size: int, stride: int, relu: bool, saved: tuple[Array, Array, Array | None], grad: Array
 ) -> tuple[Array, Array, Array]:
     """Make the patches again rather than keep them: they are four to nine times as large as x."""
     x, kernel, y = saved
-    grad = lax.optimization_barrier(jnp.where(y > 0, grad, 0.0))
+    grad = lax.optimization_barrier(grad if y is None else jnp.where(y > 0, grad, 0.0))
     patches, fold = jax.vjp(lambda x: _patches(x, size, stride), x)
     flat = patches.reshape(-1, patches.shape[-1])
     grad_patches, grad_kernel = _matmul_backward((flat, kernel), grad.reshape(len(flat), -1))
@@ -114,7 +115,7 @@ def _conv_relu_backward(
     return fold(grad_patches)[0], grad_kernel, grad.sum((0, 1, 2))
 
 
-_conv_relu.defvjp(_conv_relu_forward, _conv_relu_backward)
+_conv.defvjp(_conv_forward, _conv_backward)
 
 
 @jax.custom_vjp

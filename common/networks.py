@@ -44,6 +44,7 @@ class Encoder(nnx.Module):
         rngs: for the parameters.
         kernel_init: of the Nature CNN's kernels.
         cnn_dense: whether the Nature CNN ends with its layer of 512 units, or before it.
+        layer_norm: whether each layer of the Nature CNN is normalised before its ReLU.
     """
 
     def __init__(
@@ -52,16 +53,13 @@ class Encoder(nnx.Module):
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
         cnn_dense: bool = True,
+        layer_norm: bool = False,
     ) -> None:
         self.space = without_mask(space)
         parts = _parts(self.space)
         self.has_cnn = any(is_image(p) for p in parts)
-        self.cnns = nnx.List(
-            [
-                NatureCNN(p.shape, rngs, kernel_init, cnn_dense) if is_image(p) else None
-                for p in parts
-            ]
-        )
+        options = rngs, kernel_init, cnn_dense, layer_norm
+        self.cnns = nnx.List([NatureCNN(p.shape, *options) if is_image(p) else None for p in parts])
         self.num_features = sum(
             c.num_features if c else spaces.flatdim(p)
             for c, p in zip(self.cnns, parts, strict=True)
@@ -105,7 +103,10 @@ def _flat(x: Array, space: Any) -> Array:
 
 
 class MLP(nnx.Module):
-    """Linear layers with an activation, ReLU unless told otherwise, after each."""
+    """Linear layers with an activation, ReLU unless told otherwise, after each.
+
+    With `layer_norm`, LayerNorm (Ba et al. 2016) comes between a layer and its activation.
+    """
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
         activation: Callable[[Array], Array] = jax.nn.relu,
         kernel_init: Initializer = FLAX_DEFAULT,
+        layer_norm: bool = False,
     ) -> None:
         self.layers = nnx.List(
             [
@@ -120,13 +122,17 @@ class MLP(nnx.Module):
                 for pair in itertools.pairwise(sizes)
             ]
         )
+        self.norms = nnx.List(
+            [nnx.LayerNorm(size, rngs=rngs) if layer_norm else None for size in sizes[1:]]
+        )
         self.activation = activation
         self.num_features = sizes[-1]
 
     def __call__(self, x: Array) -> Array:
         """[B, sizes[0]] -> [B, sizes[-1]]."""
-        for layer in self.layers:
-            x = self.activation(layer(x))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = layer(x)
+            x = self.activation(norm(x) if norm else x)
         return x
 
 
@@ -262,7 +268,8 @@ class NatureCNN(nnx.Module):
     """The convolutional encoder of Mnih et al. 2015 (Methods, model architecture).
 
     Takes uint8 images as [B, C, H, W] or [B, H, W, C]: the smallest axis of the two outer ones is
-    taken for the channels. Without `dense` it ends with the last convolution.
+    taken for the channels. Without `dense` it ends with the last convolution. With `layer_norm`,
+    LayerNorm comes between each layer and its ReLU, over the channels of each pixel.
     """
 
     def __init__(
@@ -271,16 +278,18 @@ class NatureCNN(nnx.Module):
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
         dense: bool = True,
+        layer_norm: bool = False,
     ) -> None:
         assert shape is not None
         self.channels_first = shape[0] < shape[-1]
         channels, height, width = _image_shape(shape)
         specs = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
-        self.layers = nnx.List([Conv(*spec, rngs, kernel_init) for spec in specs])
+        self.layers = nnx.List([Conv(*spec, rngs, kernel_init, layer_norm) for spec in specs])
         for _, _, kernel, stride in specs:
             height, width = ((n - kernel) // stride + 1 for n in (height, width))
         size = height * width * 64
         self.dense = nnx.Linear(size, 512, kernel_init=kernel_init, rngs=rngs) if dense else None
+        self.norm = nnx.LayerNorm(512, rngs=rngs) if dense and layer_norm else None
         self.num_features = 512 if dense else size
 
     def __call__(self, images: Array) -> Array:
@@ -291,8 +300,10 @@ class NatureCNN(nnx.Module):
             return x
         if on_cpu:
             product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, 512]
-            return jax.nn.relu(product + jnp.asarray(self.dense.bias))
-        return jax.nn.relu(self.dense(x))
+            x = product + jnp.asarray(self.dense.bias)
+        else:
+            x = self.dense(x)
+        return jax.nn.relu(self.norm(x) if self.norm else x)
 
     def _convolve(self, images: Array) -> Array:
         if self.channels_first:
@@ -304,9 +315,9 @@ class NatureCNN(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """Valid convolution and ReLU; bytes are scaled to [0, 1] first.
+    """Valid convolution, LayerNorm if asked for, and ReLU; bytes are scaled to [0, 1] first.
 
-    Parameters and results are those of `nnx.Conv`, on a CPU too.
+    Parameters and results are those of `nnx.Conv` and `nnx.LayerNorm`, on a CPU too.
     """
 
     def __init__(
@@ -317,6 +328,7 @@ class Conv(nnx.Module):
         stride: int,
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
+        layer_norm: bool = False,
     ) -> None:
         self.conv = nnx.Conv(
             inputs,
@@ -327,11 +339,14 @@ class Conv(nnx.Module):
             kernel_init=kernel_init,
             rngs=rngs,
         )
+        self.norm = nnx.LayerNorm(outputs, rngs=rngs) if layer_norm else None
         self.stride = stride
 
     def __call__(self, x: Array) -> Array:
         """[B, H, W, inputs] -> [B, H', W', outputs]."""
         if cpu_gradients.are_for(x):
             kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
-            return cpu_gradients.conv(x, kernel, bias, self.stride)
-        return jax.nn.relu(self.conv(cpu_gradients.as_float(x)))
+            y = cpu_gradients.conv(x, kernel, bias, self.stride, relu=self.norm is None)
+            return jax.nn.relu(self.norm(y)) if self.norm else y
+        y = self.conv(cpu_gradients.as_float(x))
+        return jax.nn.relu(self.norm(y) if self.norm else y)
