@@ -131,8 +131,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """[B, sizes[0]] -> [B, sizes[-1]]."""
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = layer(x)
-            x = self.activation(norm(x) if norm else x)
+            x = self.activation(_normed(norm, layer(x)))
         return x
 
 
@@ -303,7 +302,7 @@ class NatureCNN(nnx.Module):
             x = product + jnp.asarray(self.dense.bias)
         else:
             x = self.dense(x)
-        return jax.nn.relu(self.norm(x) if self.norm else x)
+        return jax.nn.relu(_normed(self.norm, x))
 
     def _convolve(self, images: Array) -> Array:
         if self.channels_first:
@@ -347,6 +346,15 @@ class Conv(nnx.Module):
         if cpu_gradients.are_for(x):
             kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
             y = cpu_gradients.conv(x, kernel, bias, self.stride, relu=self.norm is None)
-            return jax.nn.relu(self.norm(y)) if self.norm else y
+            return jax.nn.relu(_normed(self.norm, y)) if self.norm else y
         y = self.conv(cpu_gradients.as_float(x))
-        return jax.nn.relu(self.norm(y) if self.norm else y)
+        return jax.nn.relu(_normed(self.norm, y))
+
+
+def _normed(norm: nnx.LayerNorm | None, x: Array) -> Array:
+    """Apply LayerNorm over the last axis if there is one."""
+    if norm is None:
+        return x
+    if cpu_gradients.are_for(x):
+        return cpu_gradients.layer_norm(x, jnp.asarray(norm.scale), jnp.asarray(norm.bias))
+    return norm(x)
