@@ -108,6 +108,19 @@ SHARED: dict[tuple[str, str], list[str]] = {
     ("dqn", "c51"): [*DQN_PARTS[1:], "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "qr_dqn"): [*DQN_PARTS, "Agent.predict", "Agent.sample", "Agent.learn"],
     ("dqn", "iqn"): DQN_PARTS[:-1],
+    ("dqn", "pqn"): [
+        "Model.value",
+        "Algorithm.predict",
+        "Agent.__init__",
+        "Agent.predict",
+        "Agent.epsilon_greedy",
+        "Trainer.evaluate",
+    ],
+    ("ppo", "pqn"): [
+        "Config.__post_init__",
+        "Trainer.evaluate",
+        "Trainer.run_iterations",
+    ],
 }
 
 # The most lines that a variant may have which its parent has not.
