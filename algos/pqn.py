@@ -45,13 +45,13 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1, with a larger step size."""
+    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1, but for num_envs and learning_rate."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
     env_module: str | None = None  # module to import first, to register your environment
     env_kwargs: tuple[str, ...] = ()  # options of the environment, as KEY=VALUE KEY=VALUE ...
-    num_envs: Positive[int] = 4  # environments stepped in parallel
+    num_envs: Positive[int] = 8  # environments stepped in parallel
     env_workers: NonNegative[int] = 0  # processes that step Gymnasium environments; 0: this one
     seed: NonNegative[int] = 1  # seed of networks, exploration, minibatches and environments
     total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
