@@ -57,6 +57,7 @@ class Encoder(nnx.Module):
         rngs: for the parameters.
         kernel_init: of the CNNs' kernels.
         cnn_dense: whether the CNNs end with their dense layer, or before it.
+        layer_norm: whether each layer of the CNNs is normalised before its ReLU.
 
     Attributes:
         num_features: of the result.
@@ -70,10 +71,12 @@ class Encoder(nnx.Module):
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
         cnn_dense: bool = True,
+        layer_norm: bool = False,
     ) -> None:
         self.space = without_mask(space)
         parts = _parts(self.space)
-        self.cnns = nnx.List([_cnn(part, rngs, kernel_init, cnn_dense) for part in parts])
+        options = rngs, kernel_init, cnn_dense, layer_norm
+        self.cnns = nnx.List([_cnn(part, *options) for part in parts])
         self.has_cnn = any(self.cnns)
         self.num_units = max((cnn.num_units for cnn in self.cnns if cnn), default=0)
         self.num_features = sum(
@@ -88,12 +91,10 @@ class Encoder(nnx.Module):
         return features[0] if len(features) == 1 else jnp.concatenate(features, axis=-1)
 
 
-def _cnn(space: Any, rngs: nnx.Rngs, kernel_init: Initializer, dense: bool) -> "CNN | None":
+def _cnn(space: Any, *options: Any) -> "CNN | None":
     if is_image(space):
-        return NatureCNN(space.shape, rngs, kernel_init, dense)
-    if is_grid(space):
-        return MinAtarCNN(space.shape, rngs, kernel_init, dense)
-    return None
+        return NatureCNN(space.shape, *options)
+    return MinAtarCNN(space.shape, *options) if is_grid(space) else None
 
 
 def _parts(space: spaces.Space) -> list[spaces.Space]:
@@ -127,7 +128,10 @@ def _flat(x: Array, space: Any) -> Array:
 
 
 class MLP(nnx.Module):
-    """Linear layers with an activation, ReLU unless told otherwise, after each."""
+    """Linear layers with an activation, ReLU unless told otherwise, after each.
+
+    With `layer_norm`, LayerNorm (Ba et al. 2016) comes between a layer and its activation.
+    """
 
     def __init__(
         self,
@@ -135,6 +139,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
         activation: Callable[[Array], Array] = jax.nn.relu,
         kernel_init: Initializer = FLAX_DEFAULT,
+        layer_norm: bool = False,
     ) -> None:
         self.layers = nnx.List(
             [
@@ -142,13 +147,16 @@ class MLP(nnx.Module):
                 for pair in itertools.pairwise(sizes)
             ]
         )
+        self.norms = nnx.List(
+            [nnx.LayerNorm(size, rngs=rngs) if layer_norm else None for size in sizes[1:]]
+        )
         self.activation = activation
         self.num_features = sizes[-1]
 
     def __call__(self, x: Array) -> Array:
         """[B, sizes[0]] -> [B, sizes[-1]]."""
-        for layer in self.layers:
-            x = self.activation(layer(x))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.activation(_normed(norm, layer(x)))
         return x
 
 
@@ -291,6 +299,8 @@ class CNN(nnx.Module):
         rngs: for the parameters.
         kernel_init: of the kernels.
         dense: without it, the result is that of the last convolution.
+        layer_norm: whether LayerNorm comes between each layer and its ReLU, over the channels of
+            each pixel.
         layers: outputs, kernel and stride of each convolution.
         num_units: of the dense layer.
     """
@@ -301,6 +311,7 @@ class CNN(nnx.Module):
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
         dense: bool = True,
+        layer_norm: bool = False,
         *,
         layers: Sequence[tuple[int, int, int]],
         num_units: int,
@@ -310,7 +321,8 @@ class CNN(nnx.Module):
         inputs, height, width = _image_shape(shape)
         convolutions = []
         for outputs, kernel, stride in layers:
-            convolutions.append(Conv(inputs, outputs, kernel, stride, rngs, kernel_init))
+            spec = inputs, outputs, kernel, stride
+            convolutions.append(Conv(*spec, rngs, kernel_init, layer_norm))
             height, width = ((n - kernel) // stride + 1 for n in (height, width))
             inputs = outputs
         self.layers = nnx.List(convolutions)
@@ -318,6 +330,7 @@ class CNN(nnx.Module):
         self.num_features = num_units if dense else size
         linear = partial(nnx.Linear, kernel_init=kernel_init, rngs=rngs)
         self.dense = linear(size, num_units) if dense else None
+        self.norm = nnx.LayerNorm(num_units, rngs=rngs) if dense and layer_norm else None
 
     def __call__(self, images: Array) -> Array:
         """[B, C, H, W] or [B, H, W, C] -> [B, num_features]."""
@@ -327,8 +340,10 @@ class CNN(nnx.Module):
             return x
         if on_cpu:
             product = cpu_gradients.matmul(x, jnp.asarray(self.dense.kernel))  # [B, units]
-            return jax.nn.relu(product + jnp.asarray(self.dense.bias))
-        return jax.nn.relu(self.dense(x))
+            x = product + jnp.asarray(self.dense.bias)
+        else:
+            x = self.dense(x)
+        return jax.nn.relu(_normed(self.norm, x))
 
     def _convolve(self, images: Array) -> Array:
         if self.channels_first:
@@ -345,9 +360,9 @@ MinAtarCNN = partial(CNN, layers=((16, 3, 1),), num_units=128)
 
 
 class Conv(nnx.Module):
-    """Valid convolution and ReLU; bytes are scaled to [0, 1] first.
+    """Valid convolution, LayerNorm if asked for, and ReLU; bytes are scaled to [0, 1] first.
 
-    Parameters and results are those of `nnx.Conv`, on a CPU too.
+    Parameters and results are those of `nnx.Conv` and `nnx.LayerNorm`, on a CPU too.
     """
 
     def __init__(
@@ -358,6 +373,7 @@ class Conv(nnx.Module):
         stride: int,
         rngs: nnx.Rngs,
         kernel_init: Initializer = FLAX_DEFAULT,
+        layer_norm: bool = False,
     ) -> None:
         self.conv = nnx.Conv(
             inputs,
@@ -368,11 +384,23 @@ class Conv(nnx.Module):
             kernel_init=kernel_init,
             rngs=rngs,
         )
+        self.norm = nnx.LayerNorm(outputs, rngs=rngs) if layer_norm else None
         self.stride = stride
 
     def __call__(self, x: Array) -> Array:
         """[B, H, W, inputs] -> [B, H', W', outputs]."""
         if cpu_gradients.are_for(x):
             kernel, bias = jnp.asarray(self.conv.kernel), jnp.asarray(self.conv.bias)
-            return cpu_gradients.conv(x, kernel, bias, self.stride)
-        return jax.nn.relu(self.conv(cpu_gradients.as_float(x)))
+            y = cpu_gradients.conv(x, kernel, bias, self.stride, relu=self.norm is None)
+            return jax.nn.relu(_normed(self.norm, y)) if self.norm else y
+        y = self.conv(cpu_gradients.as_float(x))
+        return jax.nn.relu(_normed(self.norm, y))
+
+
+def _normed(norm: nnx.LayerNorm | None, x: Array) -> Array:
+    """Apply LayerNorm over the last axis if there is one."""
+    if norm is None:
+        return x
+    if cpu_gradients.are_for(x):
+        return cpu_gradients.layer_norm(x, jnp.asarray(norm.scale), jnp.asarray(norm.bias))
+    return norm(x)

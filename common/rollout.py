@@ -39,6 +39,18 @@ class RolloutBatch(NamedTuple):
     core: Any = ()  # [B, ...] recurrent state before the first row of each sequence
 
 
+class TargetBatch(NamedTuple):
+    """Rows of a rollout and the targets of their action values."""
+
+    obs: Any  # [B, *obs]
+    action: Array  # [B]
+    td_target: Array  # [B]
+    weight: Array  # [B] 0 where the environment ignored the action, with mean 1
+
+
+Rows = TypeVar("Rows", RolloutBatch, TargetBatch)
+
+
 def collect_rollout(
     env: Env,
     collect: Callable[[State], tuple[State, Transition]],
@@ -86,7 +98,7 @@ def empty_rollout(
     return jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), row)
 
 
-def take_minibatch(batch: RolloutBatch, rows: Array) -> RolloutBatch:
+def take_minibatch(batch: Rows, rows: Array) -> Rows:
     """Return some rows of a batch, with weights whose mean is 1 again."""
     minibatch = shard_rows(jax.tree.map(lambda x: x[rows], batch))
     weight = minibatch.weight / jnp.maximum(minibatch.weight.mean(), 1e-8)  # [B]

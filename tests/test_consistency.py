@@ -125,6 +125,19 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.run_iterations",
         "Trainer._run_sync",
     ],
+    ("dqn", "pqn"): [
+        "Model.value",
+        "Algorithm.predict",
+        "Agent.__init__",
+        "Agent.predict",
+        "Agent.epsilon_greedy",
+        "Trainer.evaluate",
+    ],
+    ("ppo", "pqn"): [
+        "Config.__post_init__",
+        "Trainer.evaluate",
+        "Trainer.run_iterations",
+    ],
 }
 
 # The most lines that a variant may have which its parent has not.

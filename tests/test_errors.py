@@ -143,6 +143,12 @@ BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         "--num-minibatches 3",
         ["--num-minibatches 3 does not divide", "--num-envs 4 times --num-steps 128 = 512"],
     ),
+    "q_lambda 1.5": ("pqn", "--q-lambda 1.5", ["--q-lambda must be between 0 and 1, got 1.5"]),
+    "continuous actions of pqn": (
+        "pqn",
+        "--env-id Pendulum-v1",
+        ["pqn needs a Discrete action space, Pendulum-v1 has Box(-2.0, 2.0"],
+    ),
     "num_minibatches of sequences": (
         "ppo_rnn",
         "--num-minibatches 16",

@@ -11,6 +11,7 @@ from flax import nnx
 from gymnasium import spaces
 from jax import lax
 
+from common import cpu_gradients
 from common.cpu_gradients import FEW
 from common.networks import (
     MLP,
@@ -183,6 +184,63 @@ def test_mlp() -> None:
     np.testing.assert_allclose(mlp(jnp.float32([[2, 1], [1, 4]])), [[0], [1 + 50 + 300 - 5]])
     assert mlp.num_features == 1
     assert MLP((7,), nnx.Rngs(0)).num_features == 7
+
+
+def normed(x: Any, scale: Any = 1.0, bias: Any = 0.0) -> Any:
+    """LayerNorm over the last axis in the precision of x, with the epsilon of Flax."""
+    deviation = np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    return (x - x.mean(-1, keepdims=True)) / deviation * scale + bias
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_layer_norm_comes_before_the_activation(backend: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    mlp = MLP((3, 8, 5), nnx.Rngs(0), layer_norm=True)
+    first, second = mlp.norms
+    first.scale[...], first.bias[...] = jnp.linspace(0.5, 2, 8), jnp.linspace(-1, 1, 8)
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    expected = x
+    for layer, norm in zip(mlp.layers, (first, second), strict=True):
+        scale, bias = np.float64(norm.scale[...]), np.float64(norm.bias[...])
+        expected = np.maximum(normed(expected @ np.float64(layer.kernel[...]), scale, bias), 0)
+    got = mlp(jnp.float32(x))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    # The size of an input is gone, its sign is not.
+    np.testing.assert_allclose(mlp(jnp.float32(10 * x)), got, rtol=1e-3, atol=1e-3)
+    assert np.abs(np.asarray(mlp(jnp.float32(-x))) - got).max() > 0.1
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_layer_norm_adds_two_parameters_a_layer(layer_norm: bool) -> None:
+    def make_cnn() -> NatureCNN:
+        return NatureCNN((4, 84, 84), nnx.Rngs(0), layer_norm=layer_norm)
+
+    mlp = MLP((3, 8, 5), nnx.Rngs(0), layer_norm=layer_norm)
+    for module, layers in ((nnx.eval_shape(make_cnn), 4), (mlp, 2)):
+        params = jax.tree.leaves(nnx.to_pure_dict(nnx.state(module)))
+        assert len(params) == layers * (4 if layer_norm else 2)
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (3, 2, 5, 9)])
+def test_gradient_of_layer_norm_is_that_of_flax(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    scale, bias = (rng.normal(size=shape[-1]).astype(np.float32) for _ in range(2))
+    graph = nnx.graphdef(nnx.LayerNorm(shape[-1], rngs=nnx.Rngs(0)))
+
+    def of_flax(x: Any, scale: Any, bias: Any) -> Any:
+        return nnx.merge(graph, {"scale": scale, "bias": bias})(x)
+
+    def loss(layer_norm: Any, *inputs: Any) -> Any:
+        out = layer_norm(*inputs)
+        return (out * weight).sum(), out
+
+    got, expected = (
+        jax.tree.leaves(jax.grad(partial(loss, f), (0, 1, 2), has_aux=True)(3 * x + 1, scale, bias))
+        for f in (cpu_gradients.layer_norm, of_flax)
+    )
+    for one, other in zip(got, expected, strict=True):
+        assert_near(one, other)
 
 
 def test_mlp_without_layers_passes_its_input() -> None:
@@ -475,6 +533,31 @@ def test_nature_cnn_inside_a_loop(plain_results: Any) -> None:
     got = jax.jit(lambda: lax.fori_loop(0, 3, learn, zeros))()
     expected = jax.tree.map(lambda x: x[rows.ravel()].sum(axis=0), grads)
     jax.tree.map(assert_near, got, expected)
+
+
+def test_nature_cnn_with_layer_norm_is_that_of_flax() -> None:
+    """In value and gradient: nnx.Conv, nnx.LayerNorm and ReLU, on a CPU too."""
+    cnn = NatureCNN((36, 40, 3), nnx.Rngs(0), layer_norm=True)
+    graph, params = nnx.split(cnn)
+    images = np.random.default_rng(0).integers(0, 256, (9, 36, 40, 3), np.uint8)
+
+    def plain(cnn: Any, images: Any) -> Any:
+        x = images / jnp.float32(255)
+        for layer in cnn.layers:
+            x = jax.nn.relu(layer.norm(layer.conv(x)))
+        return jax.nn.relu(cnn.norm(cnn.dense(x.reshape(len(x), -1))))
+
+    def apply(function: Any, params: Any, images: Any) -> Any:
+        return function(nnx.merge(graph, params), images)
+
+    got, expected = (
+        jax.jit(partial(grads_and_features, partial(apply, f)))(params, images)
+        for f in (NatureCNN.__call__, plain)
+    )
+    assert (expected[1] == 0).any() and (expected[1] > 0).any()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        scale = float(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * scale)
 
 
 def test_atari_shape() -> None:
