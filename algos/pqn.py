@@ -82,7 +82,7 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {},
     "minatar": {
-        "num_envs": 128,
+        "num_envs": 32,
         "total_timesteps": 2_000_000,
         "num_steps": 32,
         "update_epochs": 2,

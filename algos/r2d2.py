@@ -55,7 +55,7 @@ class Config:
     seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
     total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
     log_frequency: Positive[int] = 10_000  # env steps between two log points
-    learning_rate: Positive[float] = 2.5e-4  # step size of Adam
+    learning_rate: Positive[float] = 5e-4  # step size of Adam; 1e-4 in the paper
     buffer_size: Positive[int] = 10_000  # transitions in the replay buffer, over all environments
     gamma: Fraction = 0.99  # discount of one step
     n_step: Positive[int] = 5  # n, steps of reward in a target before it bootstraps
@@ -71,11 +71,11 @@ class Config:
     priority_exponent: Positive[float] = 0.9  # how much priorities count
     importance_exponent: Fraction = 0.6  # β, the correction of the bias
     priority_eta: Fraction = 0.9  # η, weight of a sequence's largest error in its priority
-    base_epsilon: Fraction = 0.4  # ε, that of the first environment
+    base_epsilon: Fraction = 0.1  # ε, that of the first environment; 0.4 in the paper
     epsilon_exponent: NonNegative[float] = 7.0  # α: the last environment explores with ε^(1 + α)
     evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.001
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
-    train_frequency: Positive[int] = 10  # env steps between two updates
+    train_frequency: Positive[int] = 40  # env steps between two updates
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -106,6 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sequence_period": 40,
         "burn_in": 40,
         "core_size": 512,
+        "base_epsilon": 0.4,
         "evaluation_epsilon": 0.001,
         "learning_starts": 80_000,
         "train_frequency": 640,

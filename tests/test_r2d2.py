@@ -27,6 +27,7 @@ SMALL = Config(
     n_step=3,
     batch_size=4,
     core_size=8,
+    base_epsilon=0.4,
     train_frequency=20,
 )
 
@@ -145,8 +146,8 @@ def test_loss_by_hand():
 
 
 def test_each_environment_explores_with_its_own_epsilon(trainer):
-    epsilon = Agent(Config(num_envs=8), trainer.algorithm).epsilon
-    np.testing.assert_allclose(epsilon, 0.4 ** np.arange(1.0, 9.0), rtol=1e-5)
+    paper = Agent(Config(num_envs=8, base_epsilon=0.4), trainer.algorithm)
+    np.testing.assert_allclose(paper.epsilon, 0.4 ** np.arange(1.0, 9.0), rtol=1e-5)
     np.testing.assert_allclose(trainer.agent.epsilon, [0.4, 0.4**8], rtol=1e-5)
     q_values = jnp.tile(jnp.array([0.0, 1.0]), (2, 1))
     keys = jax.random.split(jax.random.key(0), 4_000)
@@ -190,6 +191,7 @@ def test_learns_cartpole():
         learning_rate=1e-3,
         target_network_frequency=250,
         core_size=64,
+        train_frequency=20,
     )
     trainer = Trainer(config)
     for _ in trainer():
