@@ -196,4 +196,5 @@ def test_learns_cartpole():
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
+    # Without the values beyond the n steps it stays at 100 to 122.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 250
