@@ -32,6 +32,7 @@ from throughput import (
     describe_machine,
     env_measure,
     median_rates,
+    module_of,
     run_plain,
     run_worker,
     save_picture,
@@ -118,9 +119,7 @@ def loop_measure(config: Any) -> Measure:
     """Iterations of the training loop, a rollout and its updates each."""
     import jax
 
-    from algos.ppo import Trainer
-
-    trainer = Trainer(config)
+    trainer = module_of(config).Trainer(config)
 
     def run(iterations: int) -> None:
         trainer.state, _ = trainer.compiled_run(trainer.state, iterations)
@@ -138,10 +137,9 @@ def learn_measure(config: Any) -> Measure:
     import jax.numpy as jnp
     from jax import lax
 
-    from algos.ppo import Trainer
     from common.rollout import collect_rollout
 
-    trainer = Trainer(config)
+    trainer = module_of(config).Trainer(config)
 
     @jax.jit
     def collect(state: Any) -> tuple:

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from algos import c51
+from algos import c51, pqn
 from algos.ppo import Config
 
 from common.run import cli
@@ -29,6 +30,7 @@ import replay  # noqa: E402
 import same_bits  # noqa: E402
 import throughput  # noqa: E402
 import throughput_ppo  # noqa: E402
+import throughput_pqn  # noqa: E402
 
 MACHINE = {"cpu": "CPU", "cores": 2, "jax": "1.2", "commit": "abc", "command": "python x.py"}
 MACS = [3_276_800, 2_654_208, 1_806_336, 1_605_632]
@@ -390,3 +392,24 @@ def test_without_flashbax_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "pip install flashbax" in line
     assert not out.exists()
+
+
+def test_table_of_pqn() -> None:
+    figures = {
+        f"{name} {what} {algo}": rate
+        for name in throughput_pqn.SETTINGS
+        for what in ("loop", "learn")
+        for algo, rate in {"ppo": 2_000.0, "pqn": 1_500.0, "pqn without LayerNorm": 1_800.0}.items()
+    }
+    table = throughput_pqn.as_table({"machine": MACHINE, "figures": figures})
+    assert "| paper | learn | 2,000 | 1,500 | 0.75 | 1,800 |" in table
+    assert len(table.splitlines()) == 4 + 6
+
+
+def test_pqn_without_layer_norm() -> None:
+    config = pqn.Config(env_id="gymnax/CartPole-v1")
+    with throughput_pqn.without_layer_norm():
+        plain = pqn.Trainer(config).state.learner.params
+    whole = pqn.Trainer(config).state.learner.params
+    # Two layers, each with a scale and a bias.
+    assert len(jax.tree.leaves(whole)) == len(jax.tree.leaves(plain)) + 4
