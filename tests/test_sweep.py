@@ -352,8 +352,22 @@ def check_results(out):
 # Weights & Biases
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/sweeps").glob("*.yaml")), ids=str)
-def test_wandb_sweep_files_give_flags_that_our_command_line_takes(path):
+VALUE_BASED = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51"]
+VALUE_BASED += ["qr_dqn", "iqn", "rainbow", "pqn"]
+FAMILIES = {
+    "value_classic.yaml": [*VALUE_BASED, "r2d2"],
+    "value_minatar.yaml": [*VALUE_BASED, "ppo"],
+    "value_atari.yaml": [*VALUE_BASED, "r2d2"],
+}
+SWEEPS = [
+    (path, algo)
+    for path in sorted((ROOT / "benchmarks/sweeps").glob("*.yaml"))
+    for algo in FAMILIES.get(path.name, [Path(yaml.safe_load(path.read_text())["program"]).stem])
+]
+
+
+@pytest.mark.parametrize(("path", "algo"), SWEEPS, ids=lambda part: getattr(part, "name", part))
+def test_wandb_sweep_files_give_flags_that_our_command_line_takes(path, algo):
     described = yaml.safe_load(path.read_text())
     assert (ROOT / described["program"]).exists() and described["method"] == "grid"
     parameters = described["parameters"]
@@ -361,9 +375,13 @@ def test_wandb_sweep_files_give_flags_that_our_command_line_takes(path):
     first = {k: v["values"][0] if "values" in v else v["value"] for k, v in parameters.items()}
     # As `wandb agent` replaces them.
     flags = [f"--{name}={value}" for name, value in first.items()]
-    macros = {"${env}": [], "${interpreter}": [], "${program}": [], "${args}": flags}
-    args = [part for word in described["command"] for part in macros.get(word, [word])]
-    module = importlib.import_module(f"algos.{Path(described['program']).stem}")
+    macros = {"${env}": [], "${interpreter}": [], "${program}": [described["program"]]}
+    words = [word.replace("${envvar:ALGO}", algo) for word in described["command"]]
+    program, *args = (
+        part for word in words for part in (macros | {"${args}": flags}).get(word, [word])
+    )
+    assert program == f"algos/{algo}.py"
+    module = importlib.import_module(f"algos.{algo}")
     options = cli.parse(module.Config, module.PRESETS, args)
     assert options.config.env_id == env_ids[0] and options.config.seed == 1
     assert options.logging.track
@@ -373,6 +391,4 @@ def test_wandb_sweep_files_give_flags_that_our_command_line_takes(path):
 
 
 def test_every_algorithm_has_a_wandb_sweep_file():
-    files = (ROOT / "benchmarks/sweeps").glob("*.yaml")
-    swept = {Path(yaml.safe_load(path.read_text())["program"]).stem for path in files}
-    assert swept == {path.stem for path in (ROOT / "algos").glob("[!_]*.py")}
+    assert {algo for _, algo in SWEEPS} == {path.stem for path in (ROOT / "algos").glob("[!_]*.py")}
