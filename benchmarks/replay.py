@@ -286,9 +286,9 @@ def as_table(results: dict[str, Any]) -> str:
     batch_sizes = sorted({int(batch_size) for _, batch_size, _ in parts})
     capacities = sorted({int(capacity) for _, _, capacity in parts})
     low, high = capacities[0], capacities[-1]
-    title = f"Prioritized replay, {NUM_ENVS} environments, µs to add a step, draw and update"
+    title = f"Prioritized replay, {NUM_ENVS} environments, one core, µs to add, draw and update"
     names = ["", "batch", *(f"{x:,}" for x in capacities), f"{high:,} / {low:,}"]
-    lines = [describe_figures(title, machine | {"cores": 1}), ""]
+    lines = [describe_figures(title, machine), ""]
     lines += ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for batch_size in batch_sizes:
         for side in SIDES:

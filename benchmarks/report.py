@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.run import checkpoint, cli
 from common.run.curve import bootstrap_interval, interquartile_mean, on_common_steps
 
+FEW_CURVES = 4  # of more, each is its mean and interval alone, and the legend stands beside them
 MANY_SEEDS = 5  # of fewer, a quarter is less than a seed or two
 
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
@@ -189,19 +190,23 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    is_crowded = len(curves) > FEW_CURVES
+    figure = Figure(figsize=(9, 5) if is_crowded else (7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=env_id, xlabel="env steps", ylabel="episodic return (raw)")
     for i, curve in enumerate(curves):
+        color = f"C{i}" if i < 10 else "black"
         label = f"{curve.algo}, {curve.seeds} seed{'s' * (curve.seeds > 1)}"
-        axes.plot(curve.step, curve.mean, color=f"C{i}", label=f"{label}: mean")
-        if curve.seeds >= MANY_SEEDS:
-            axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
+        axes.plot(curve.step, curve.mean, color=color, label=f"{label}: mean")
+        if curve.seeds >= MANY_SEEDS and not is_crowded:
+            axes.plot(curve.step, curve.iqm, "--", color=color, label="interquartile mean")
         if curve.seeds > 1:
-            band = axes.fill_between(curve.step, curve.low, curve.high, color=f"C{i}")
-            band.set(alpha=0.2, linewidth=0, label="95 % interval of the mean")
+            band = axes.fill_between(curve.step, curve.low, curve.high, color=color)
+            band.set(alpha=0.2, linewidth=0)
+            if not is_crowded or curve is curves[-1]:
+                band.set_label("95 % interval of the mean")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(**({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if is_crowded else {}))
     figure.savefig(picture, dpi=120)
 
 
