@@ -48,7 +48,7 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "no id": ("--env-id=", ["--env-id needs a value, got ''"]),
     "no config": ("--config=", ["--config needs a value, got ''"]),
     "abbreviation": ("--lr 1e-3", ["'--lr'", "did you mean --learning-rate?"]),
-    "preset": ("--preset small", ["--preset 'small'", "auto, classic, atari"]),
+    "preset": ("--preset small", ["--preset 'small'", "auto, classic, minatar, atari"]),
     "learning_rate nan": ("--learning-rate nan", ["--learning-rate", "finite number", "nan"]),
     "learning_rate inf": ("--learning-rate inf", ["--learning-rate", "finite number", "inf"]),
     "learning_rate 0": ("--learning-rate 0", ["--learning-rate must be above 0, got 0"]),
@@ -440,7 +440,7 @@ def test_an_empty_runs_dir(capsys, tmp_path, monkeypatch):
 def test_help_names_the_presets(capsys):
     for flag in ("--help", "-h"):
         ran = run_here(capsys, flag)
-        assert ran.code == 0 and "auto, classic, atari" in " ".join(ran.out.split())
+        assert ran.code == 0 and "auto, classic, minatar, atari" in " ".join(ran.out.split())
 
 
 def test_a_close_that_fails_changes_nothing(capsys, tmp_path):
@@ -531,7 +531,7 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
     "too deep": ("[" * 100_000, ["nested too deeply", "give a JSON file"]),
     "beyond floats": (f'{{"learning_rate": 1{"0" * 400}}}', ["--learning-rate", "3.40282e+38"]),
     "range": ('{"tau": 2}', ["--tau must be between 0 and 1, got 2"]),
-    "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, atari"]),
+    "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, minatar, atari"]),
 }
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from common import cpu_gradients
 from common.cpu_gradients import FEW
 from common.networks import (
+    CNN,
     MLP,
     Conv,
     Encoder,
@@ -552,7 +553,7 @@ def test_nature_cnn_with_layer_norm_is_that_of_flax() -> None:
 
     got, expected = (
         jax.jit(partial(grads_and_features, partial(apply, f)))(params, images)
-        for f in (NatureCNN.__call__, plain)
+        for f in (CNN.__call__, plain)
     )
     assert (expected[1] == 0).any() and (expected[1] > 0).any()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
