@@ -290,11 +290,12 @@ def test_help(capsys):
 
 def test_what_importing_an_algorithm_costs():
     heavy = ["wandb", "matplotlib.pyplot", "orbax.checkpoint", "tensorflow", "torch", "envpool"]
-    code = f"import sys, algos.dqn; print([m for m in {heavy} if m in sys.modules])"
-    start = time.perf_counter()
+    code = f"import sys, time, algos.dqn; print([m for m in {heavy} if m in sys.modules]);"
+    code += "print(time.process_time())"  # not what other processes take of a core
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
-    assert time.perf_counter() - start < 3
+    found, seconds = done.stdout.split()
+    assert found == "[]", done.stderr
+    assert float(seconds) < 3
 
 
 def test_wandb_is_only_imported_for_tracking():
