@@ -123,7 +123,8 @@ class Replay:
         rows = self.num_sequence_rows + self.frame_stack - 2 + period
         least = -(-rows // period) * period * self.num_envs
         if self.num_rows * self.num_envs < least:
-            sequences = f" and sequences of {self.sequence_length}" if self._has_sequences else ""
+            length = self.sequence_length
+            sequences = f" and sequences of {length}" if length > 1 else ""
             raise UserError(
                 f"--buffer-size {self.capacity} is too small for --n-step {self.n_step} and "
                 f"--frame-stack {self.frame_stack}{sequences} with --num-envs {self.num_envs}; "
@@ -140,10 +141,6 @@ class Replay:
     def num_sequence_rows(self) -> int:
         """S, the rows that a sequence and its last return look at; 1 + n_step for one row."""
         return self.sequence_length + self.n_step
-
-    @property
-    def _has_sequences(self) -> bool:
-        return self.sequence_length > 1
 
     def init(self, obs: Any, action: Any, extras: Any = ()) -> ReplayState:
         """Return an empty buffer for rows like these [N, ...], given as arrays or shapes.
@@ -239,15 +236,12 @@ class Replay:
         (1 / (M P(i)))^β over the largest of the batch, β being the importance exponent and M the
         number of rows.
         """
-        if self.priority_exponent:
-            index, weight = self._draw_by_priority(state, key, batch_size, importance_exponent)
-            batch = self.gather(state, index // self.num_envs, index % self.num_envs)
-            return shard_rows(batch._replace(weight=weight, index=index))
-        time, env, is_complete = self._draw_uniformly(state, key, batch_size)
+        time, env, weight, index = self._draw(state, key, batch_size, importance_exponent)
         batch = self.gather(state, time, env)
-        valid = batch.weight * is_complete
-        weight = valid * batch_size / jnp.maximum(valid.sum(), 1.0)  # [B]
-        return shard_rows(batch._replace(weight=weight))
+        weight = batch.weight * weight  # [B]
+        if not self.priority_exponent:
+            weight = weight * batch_size / jnp.maximum(weight.sum(), 1.0)
+        return shard_rows(batch._replace(weight=weight, index=index))
 
     def sample_sequences(
         self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any = 1.0
@@ -257,14 +251,20 @@ class Replay:
         They start every `sequence_period` rows of a lane and may hold several episodes, with a row
         that is not valid between two. Which are drawn, and their weights, is as for `sample`.
         """
+        time, env, weight, index = self._draw(state, key, batch_size, importance_exponent)
+        sequences = self.gather_sequences(state, time, env)
+        return shard_rows(sequences._replace(weight=weight, index=index))
+
+    def _draw(
+        self, state: ReplayState, key: Array, batch_size: int, importance_exponent: Any
+    ) -> tuple[Array, Array, Array, Any]:
+        """Return rows (time, env) [B] that start what is complete, their weights, and leaves."""
         if self.priority_exponent:
             index, weight = self._draw_by_priority(state, key, batch_size, importance_exponent)
-            time, env = index // self.num_envs * self.sequence_period, index % self.num_envs
-            sequences = self.gather_sequences(state, time, env)
-            return shard_rows(sequences._replace(weight=weight, index=index))
+            place, env = index // self.num_envs, index % self.num_envs
+            return place * self.sequence_period, env, weight, index
         time, env, is_complete = self._draw_uniformly(state, key, batch_size)
-        sequences = self.gather_sequences(state, time, env)
-        return shard_rows(sequences._replace(weight=sequences.weight * is_complete))
+        return time, env, jnp.full(batch_size, is_complete, jnp.float32), ()
 
     def _draw_uniformly(
         self, state: ReplayState, key: Array, batch_size: int
