@@ -165,9 +165,7 @@ class NoisyLinear(nnx.Module):
 
         y = (μ_w + σ_w ⊙ f(ε_out) f(ε_in)ᵀ) x + μ_b + σ_b ⊙ f(ε_out),  f(x) = sign(x) √|x|
 
-    This is the factorised form (eqs. 10 and 11), https://arxiv.org/abs/1706.10295. The product with
-    noise is made of plain ones, (σ ⊙ f(ε_out) f(ε_in)ᵀ) x = f(ε_out) ⊙ σ (f(ε_in) ⊙ x), so that
-    each row may have noise of its own.
+    This is the factorised form (eqs. 10 and 11), https://arxiv.org/abs/1706.10295.
     """
 
     def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, sigma: float = 0.5) -> None:
@@ -189,14 +187,18 @@ class NoisyLinear(nnx.Module):
             key: of the noise.
             num_draws: 1 for noise that all rows share, B for noise of each row.
         """
-        mean = x @ self.mean_kernel[...] + self.mean_bias[...]  # [B, outputs]
+        kernel, bias = self.mean_kernel[...], self.mean_bias[...]
         if key is None:
-            return mean
+            return x @ kernel + bias  # [B, outputs]
         in_key, out_key = jax.random.split(key)
         noise_in = _signed_root(jax.random.normal(in_key, (num_draws, x.shape[1])))
-        noise_out = _signed_root(jax.random.normal(out_key, (num_draws, mean.shape[1])))
-        sigma = (x * noise_in) @ self.sigma_kernel[...] + self.sigma_bias[...]  # [B, outputs]
-        return mean + noise_out * sigma
+        noise_out = _signed_root(jax.random.normal(out_key, (num_draws, kernel.shape[1])))
+        bias += self.sigma_bias[...] * noise_out  # [num_draws, outputs]
+        if num_draws == 1:
+            return x @ (kernel + self.sigma_kernel[...] * noise_in.T * noise_out) + bias
+        # A matrix of weights for each row would be large: (σ ⊙ f(ε_out) f(ε_in)ᵀ) x is also
+        # f(ε_out) ⊙ σ (f(ε_in) ⊙ x).
+        return x @ kernel + noise_out * ((x * noise_in) @ self.sigma_kernel[...]) + bias
 
 
 class NoisyMLP(nnx.Module):
