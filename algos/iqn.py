@@ -40,7 +40,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are DQN's but for step size and target updates."""
+    """Hyper-parameters; the defaults are those of CleanRL's DQN for CartPole-v1."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -51,16 +51,17 @@ class Config:
     seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
     total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
     log_frequency: Positive[int] = 10_000  # env steps between two log points
-    learning_rate: Positive[float] = 1e-3  # step size of Adam
+    learning_rate: Positive[float] = 2.5e-4  # step size of Adam
     buffer_size: Positive[int] = 10_000  # transitions in the replay buffer, over all environments
     gamma: Fraction = 0.99  # discount of one step
     num_tau: Positive[int] = 8  # N, fractions τ of the estimate; 64 in the paper
     num_target_tau: Positive[int] = 8  # N', fractions τ' of the target; 64 in the paper
     num_policy_tau: Positive[int] = 8  # K, fractions whose mean is a Q-value; 32 in the paper
+    kappa: Positive[float] = 10.0  # κ, error where the Huber loss turns linear; 1 in the paper
     n_step: Positive[int] = 1  # steps of reward in a target before it bootstraps; 1 is the paper's
     frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
-    target_network_frequency: Positive[int] = 2_000  # env steps between two target updates
+    target_network_frequency: Positive[int] = 500  # env steps between two target updates
     batch_size: Positive[int] = 128  # transitions in a minibatch
     start_epsilon: Fraction = 1.0  # ε, the exploration rate, at the first step
     end_epsilon: Fraction = 0.05  # ε after exploration_fraction of the run
@@ -82,6 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 2.5e-4,
         "buffer_size": 100_000,
         "target_network_frequency": 1_000,
+        "kappa": 1.0,
         "batch_size": 32,
         "end_epsilon": 0.01,
         "exploration_fraction": 0.1,
@@ -98,6 +100,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_tau": 64,
         "num_target_tau": 64,
         "num_policy_tau": 32,
+        "kappa": 1.0,
         "batch_size": 32,
         "end_epsilon": 0.01,
         "exploration_fraction": 0.1,
@@ -173,7 +176,7 @@ class Algorithm:
         """E[Σ_i E_j[ρ_τi(y_j - Z_τi(s, a; θ))]] over the valid rows of the batch (eq. 3)."""
         tau, values = self.values(params, batch.obs, self.config.num_tau, key)  # [B, N, A]
         quantiles = jnp.take_along_axis(values, batch.action[:, None, None], axis=2)[..., 0]
-        error = quantile_huber_loss(quantiles, tau, td_target)  # [B]
+        error = quantile_huber_loss(quantiles, tau, td_target, self.config.kappa)  # [B]
         chex.assert_equal_shape([error, batch.weight])
         loss = (batch.weight * error).mean()
         return loss, {"td_loss": loss, "q_values": (batch.weight * quantiles.mean(axis=-1)).mean()}

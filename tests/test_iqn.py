@@ -132,7 +132,7 @@ def test_the_action_of_the_target_is_the_best_of_means_over_k_fractions():
 
 
 def test_loss_by_hand():
-    algorithm = hand_algorithm(num_tau=2)
+    algorithm = hand_algorithm(num_tau=2, kappa=1.0)
     tau = jnp.array([[0.25, 0.75], [0.5, 0.1], [0.9, 0.2]])
     values = jnp.array([[[1.0, 9], [2.0, 9]], [[9, 0.0], [9, 1.0]], [[9, 5.0], [9, 5.0]]])
     algorithm.values = lambda params, obs, num_tau, key: (tau[:, :num_tau], values)
@@ -215,6 +215,7 @@ def test_learns_cartpole():
     config = Config(
         total_timesteps=50_000,
         learning_starts=1_000,
+        learning_rate=1e-3,
         batch_size=64,
         exploration_fraction=0.4,
         target_network_frequency=250,
@@ -226,5 +227,5 @@ def test_learns_cartpole():
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    # 3 seeds gave 188 to 197; no bootstrap gave 12.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 120
+    # 3 seeds gave 222 to 325; no bootstrap gave 28 (this seed) and 17.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150

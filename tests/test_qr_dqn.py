@@ -152,10 +152,12 @@ def test_loss_equals_rlax(algorithm):
     next_quantiles = algorithm.model(state.target_params).value(next_obs).swapaxes(1, 2)
     fractions = jnp.tile(algorithm.fractions, (32, 1))
     steps = action, reward, discount, next_quantiles, next_quantiles
-    by_rlax = jax.vmap(partial(rlax.quantile_q_learning, huber_param=1.0))
+    # rlax does not divide by κ.
+    by_rlax = jax.vmap(partial(rlax.quantile_q_learning, huber_param=10.0))
     target = algorithm.td_target(state.target_params, batch)
     loss, _ = algorithm.loss_fn(state.params, batch, target)
-    np.testing.assert_allclose(loss, by_rlax(quantiles, fractions, *steps).mean(), rtol=1e-5)
+    expected = by_rlax(quantiles, fractions, *steps).mean() / 10
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_the_epsilon_of_adam_depends_on_the_batch(algorithm):
@@ -163,7 +165,7 @@ def test_the_epsilon_of_adam_depends_on_the_batch(algorithm):
     params = {"w": jnp.zeros(1)}
     optimizer = algorithm.optimizer
     updates, _ = optimizer.update({"w": jnp.array([0.01 / 128])}, optimizer.init(params))
-    np.testing.assert_allclose(updates["w"], -1e-3 / 2, rtol=1e-4)
+    np.testing.assert_allclose(updates["w"], -2.5e-4 / 2, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +197,14 @@ def test_learns_cartpole():
         total_timesteps=40_000,
         learning_starts=1_000,
         exploration_fraction=0.4,
-        target_network_frequency=1_000,
+        target_network_frequency=250,
         train_frequency=4,
+        learning_rate=1e-3,
         num_quantiles=21,
         batch_size=64,
     )
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    # 8 seeds gave 133 to 434; no bootstrap, one behind terminations, and a wrong sign: 9 to 16.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 100
+    # 8 seeds gave 170 to 275; targets without a bootstrap gave 118 (this seed) and 15.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
