@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import itertools
 import json
 import logging
+import operator
 import os
 import shutil
 import sys
@@ -17,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from common.envs import make_env
 from common.errors import UserError, one_line
@@ -117,14 +119,21 @@ class Checkpoints:
         self.check(step)
         ocp, path = self._ocp, self.folder.absolute() / str(step) / "default"
         with _quiet_orbax():
-            checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+            checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
             saved = checkpointer.metadata(path).item_metadata.tree
             abstract = _as_saved(_abstract(jax.eval_shape(_filled, like)), saved)
-            restored = checkpointer.restore(path, args=ocp.args.StandardRestore(abstract))
-        found = {_name(path): x for path, x in jax.tree.leaves_with_path(restored)}
-        return jax.tree.map_with_path(
-            lambda path, x: found[_name(path)] if x.size else jnp.zeros(x.shape, x.dtype), like
-        )
+            small = jax.tree.map(lambda x: ocp.PLACEHOLDER if _is_large(x) else x, abstract)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(small)
+            args = ocp.args.PyTreeRestore(small, restore_args=restore_args)
+            restored = checkpointer.restore(path, args=args)
+        found = {_name(key): x for key, x in jax.tree.leaves_with_path(restored)}
+
+        def leaf(key: Any, x: Any) -> Array:
+            if not x.size:
+                return jnp.zeros(x.shape, x.dtype)
+            return _read_in_pieces(path, _name(key), x) if _is_large(x) else found[_name(key)]
+
+        return jax.tree.map_with_path(leaf, like)
 
     def set_aside(self, step: int) -> None:
         """Rename a damaged step, so that saving goes on without it."""
@@ -157,6 +166,28 @@ def write_atomically(path: Path, content: str) -> None:
     fresh = path.with_suffix(".tmp")
     fresh.write_text(content)
     os.replace(fresh, path)
+
+
+def _is_large(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.size * x.dtype.itemsize > PIECE
+
+
+def _read_in_pieces(path: Path, name: str, like: Any) -> Array:
+    """Return one array of an orbax checkpoint; orbax itself would hold it twice for a while."""
+    import tensorstore as ts
+
+    files = {"driver": "ocdbt", "base": f"file://{path}", "path": name.replace("/", ".")}
+    store = ts.open({"driver": "auto", "kvstore": files}, open=True, read=True).result()
+    if store.shape != like.shape or store.dtype.numpy_dtype != like.dtype:
+        raise ValueError(
+            f"{name} is {store.dtype.name} {store.shape}, not {like.dtype} {like.shape}"
+        )
+    put = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
+    array, sizes = jnp.zeros(like.shape, like.dtype), store.chunk_layout.read_chunk_template.shape
+    for start in itertools.product(*map(range, itertools.repeat(0), store.shape, sizes)):
+        ends = map(min, store.shape, map(operator.add, start, sizes))
+        array = put(array, store[tuple(map(slice, start, ends))].read().result(), start)
+    return array
 
 
 def _filled(state: Any) -> Any:
