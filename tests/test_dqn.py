@@ -191,7 +191,7 @@ def test_runs_on_every_kind_of_environment(env_id, options):
 
 def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 1_000, "learning_starts": 200}
-    config = Config(env_id="Breakout-v5", **preset)
+    config = Config(env_id="Pong-v5", **preset)
     config = replace(config, num_envs=2, total_timesteps=240, log_frequency=240, batch_size=4)
     trainer = Trainer(config)
     logs = {k: v for log_data in trainer() for k, v in log_data["logs"].items()}

@@ -393,7 +393,7 @@ def test_what_cannot_be_is_refused(options, message):
 
 def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 200, "learning_starts": 100}
-    config = Config(env_id="Breakout-v5", **preset)
+    config = Config(env_id="Pong-v5", **preset)
     config = replace(config, num_envs=2, total_timesteps=108, log_frequency=108, batch_size=2)
     trainer = quick(Trainer(config))
     np.testing.assert_allclose(trainer.algorithm.support, np.linspace(-10, 10, 51), atol=1e-5)
