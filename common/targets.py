@@ -7,6 +7,8 @@ of row t, at the end of an episode too (see `common.envs.env`), so `value` has o
 looks at its result.
 """
 
+from typing import NamedTuple
+
 import chex
 import jax.numpy as jnp
 from jax import Array, lax
@@ -79,6 +81,73 @@ def n_step_return(
         return reward + jnp.where(goes_on, gamma * later, bootstrap)  # [T, B]
 
     return lax.fori_loop(1, min(n, len(reward)), lengthen, returns)
+
+
+class VTrace(NamedTuple):
+    """What a policy and its value learn from steps of another policy."""
+
+    target: Array  # [T, B] v_s, of the value
+    advantages: Array  # [T, B] of the policy
+
+
+def vtrace(
+    ratio: Array,
+    reward: Array,
+    terminated: Array,
+    truncated: Array,
+    value: Array,
+    gamma: float,
+    lambda_: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> VTrace:
+    """V-trace (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, section 4.1 and remark 2).
+
+        ρ_t   = min(ρ̄, π(a_t|s_t) / μ(a_t|s_t)),   c_t = λ min(c̄, π(a_t|s_t) / μ(a_t|s_t))
+        δ_t   = ρ_t (r_t + γ (1 - terminated_t) V(s_{t+1}) - V(s_t))
+        v_t   = V(s_t) + δ_t + γ (1 - ended_t) c_t (v_{t+1} - V(s_{t+1}))           (eq. 1)
+        Â_t   = ρ_t (r_t + γ (1 - terminated_t) v_{t+1} - V(s_t))
+
+    with V(s_{t+1}) for v_{t+1} behind the last row, and behind an episode that was truncated.
+
+    Args:
+        ratio: π(a_t|s_t) / μ(a_t|s_t) [T, B], of the policy to learn about over the one that acted.
+        reward, terminated, truncated, value, gamma: as for `gae`.
+        lambda_: λ; 1 is the paper's n-step V-trace.
+        rho_bar: ρ̄, which fixes the policy whose value is learned; infinite for π itself.
+        c_bar: c̄, how much a later step may count; it changes the speed of learning alone.
+    """
+    _check_shapes(reward, terminated, truncated, value)
+    chex.assert_equal_shape([ratio, reward])
+    discount = gamma * (1.0 - terminated)  # [T, B]
+    goes_on = 1.0 - (terminated | truncated)  # [T, B]
+    rho = jnp.minimum(rho_bar, ratio)  # [T, B]
+    c = lambda_ * jnp.minimum(c_bar, ratio)  # [T, B]
+    td_error = rho * (reward + discount * value[1:] - value[:-1])  # [T, B]
+    correction = _backward_sum(td_error, gamma * goes_on * c)  # [T, B], v_t - V(s_t)
+    later = jnp.zeros_like(correction).at[:-1].set(correction[1:])  # [T, B], of the next row
+    next_target = value[1:] + goes_on * later  # [T, B]
+    advantages = rho * (reward + discount * next_target - value[:-1])  # [T, B]
+    return VTrace(target=value[:-1] + correction, advantages=advantages)
+
+
+def upgo_return(
+    reward: Array, terminated: Array, truncated: Array, value: Array, gamma: float
+) -> Array:
+    """Return that goes on only while it is at least the value: upgoing policy update.
+
+        G_t = r_t + γ (1 - terminated_t) G_{t+1}      if r_{t+1} + γ (1 - terminated_{t+1})
+                                                       V(s_{t+2}) ≥ V(s_{t+1}), and not ended_t,
+              r_t + γ (1 - terminated_t) V(s_{t+1})   else, and at the last row
+
+    Vinyals et al. 2019, https://doi.org/10.1038/s41586-019-1724-z, Methods, "Value learning".
+    Arguments as for `gae`; returns [T, B].
+    """
+    _check_shapes(reward, terminated, truncated, value)
+    td_error = reward + gamma * (1.0 - terminated) * value[1:] - value[:-1]  # [T, B]
+    is_better = jnp.zeros(reward.shape).at[:-1].set(td_error[1:] >= 0)  # [T, B], of the next row
+    goes_on = 1.0 - (terminated | truncated)  # [T, B]
+    return value[:-1] + _backward_sum(td_error, gamma * goes_on * is_better)
 
 
 def categorical_projection(reward: Array, discount: Array, probs: Array, support: Array) -> Array:

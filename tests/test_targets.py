@@ -13,6 +13,7 @@ from common import targets
 
 gae, td_lambda_return = jax.jit(targets.gae), jax.jit(targets.td_lambda_return)
 n_step_return = jax.jit(targets.n_step_return, static_argnames="n")
+vtrace, upgo_return = jax.jit(targets.vtrace), jax.jit(targets.upgo_return)
 
 T, B = 24, 8
 GAMMA_LAMBDA = [(0.9, 0.8), (0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.9, 1.0), (0.0, 0.9)]
@@ -22,6 +23,9 @@ TARGETS = {
     "gae": partial(gae, gamma=0.9, lambda_=0.8),
     "lambda": partial(td_lambda_return, gamma=0.9, lambda_=0.8),
     "n_step": partial(n_step_return, gamma=0.9, n=3),
+    "vtrace": lambda *rows: vtrace(jnp.ones((T, B)), *rows, 0.9, 0.8).target,
+    "vtrace, advantages": lambda *rows: vtrace(jnp.ones((T, B)), *rows, 0.9, 0.8).advantages,
+    "upgo": partial(upgo_return, gamma=0.9),
 }
 
 
@@ -132,6 +136,85 @@ def test_n_step_return(n, gamma):
     assert_valid_rows_equal(returns, expected, valid)
 
 
+def summed_vtrace(ratio, rows, gamma, lambda_, rho_bar, c_bar):
+    """Equation 1, and the advantages of section 4.2, as sums and products over the rows left."""
+    reward, terminated, truncated, value = rows
+    rho, c = np.minimum(rho_bar, ratio), lambda_ * np.minimum(c_bar, ratio)
+    td_error = rho * (reward + gamma * np.where(terminated, 0, value[1:]) - value[:-1])
+    target = np.float64(value)  # [T + 1, B]
+    for t, b in np.ndindex(reward.shape):
+        for k in range(rows_to_the_end(terminated, truncated, t, b)):
+            target[t, b] += gamma**k * np.prod(c[t : t + k, b]) * td_error[t + k, b]
+    advantages = np.zeros(reward.shape)
+    for t, b in np.ndindex(reward.shape):
+        left = rows_to_the_end(terminated, truncated, t, b)
+        following = target[t + 1, b] if left > 1 else value[t + 1, b]
+        bootstrap = 0 if terminated[t, b] else gamma * following
+        advantages[t, b] = rho[t, b] * (reward[t, b] + bootstrap - value[t, b])
+    return target[:-1], advantages
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), GAMMA_LAMBDA)
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 0.5), (np.inf, np.inf)])
+def test_vtrace(gamma, lambda_, rho_bar, c_bar):
+    *rows, valid = random_rollout()
+    ratio = np.float32(np.exp(np.random.default_rng(1).normal(size=(T, B)) / 2))
+    got = vtrace(ratio, *rows, gamma, lambda_, rho_bar, c_bar)
+    expected = summed_vtrace(ratio, rows, gamma, lambda_, rho_bar, c_bar)
+    for x, y in zip(got, expected, strict=True):
+        assert_valid_rows_equal(x, y, valid, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
+def test_vtrace_equals_rlax(gamma, lambda_):
+    """rlax knows no truncations, and takes γ = 0 for a termination."""
+    reward, terminated, truncated, value, valid = random_rollout()
+    terminated = terminated | truncated
+    ratio = np.float32(np.exp(np.random.default_rng(1).normal(size=(T, B)) / 2))
+    got = vtrace(ratio, reward, terminated, np.zeros((T, B), bool), value, gamma, lambda_)
+    discount = np.float32(gamma * ~terminated)
+    by_rlax = jax.vmap(partial(rlax.vtrace_td_error_and_advantage, lambda_=lambda_), 1, 1)
+    expected = by_rlax(value[:-1], value[1:], reward, discount, ratio)
+    np.testing.assert_allclose((got.target - value[:-1])[valid], expected.errors[valid], atol=1e-5)
+    if lambda_ == 1:
+        # Elsewhere rlax mixes v_{t+1} and V(s_{t+1}) in the advantages.
+        assert_valid_rows_equal(got.advantages, expected.pg_advantage, valid)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_vtrace_on_policy_is_the_return_to_the_end(gamma):
+    """With ratios of 1 it is the n-step return to the end of the window, and its advantage."""
+    *rows, valid = random_rollout()
+    got = vtrace(np.ones((T, B), np.float32), *rows, gamma)
+    assert_valid_rows_equal(got.target, summed_n_step(*rows, gamma, T), valid)
+    assert_valid_rows_equal(got.advantages, summed_gae(*rows, gamma, 1.0), valid)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_upgo_return(gamma):
+    *rows, valid = random_rollout()
+    reward, terminated, truncated, value = rows
+    bootstrap = gamma * np.where(terminated, 0, value[1:])
+    expected = np.zeros((T, B))
+    for t, b in np.ndindex(T, B):
+        left, power = rows_to_the_end(terminated, truncated, t, b), 1.0
+        for k in range(t, t + left):
+            is_last = k == t + left - 1
+            goes_on = not is_last and reward[k + 1, b] + bootstrap[k + 1, b] >= value[k + 1, b]
+            expected[t, b] += power * (reward[k, b] + (0 if goes_on else bootstrap[k, b]))
+            power *= gamma
+            if not goes_on:
+                break
+    assert_valid_rows_equal(upgo_return(*rows, gamma), expected, valid)
+    discount = np.float32(gamma * ~(terminated | truncated))
+    step = np.where(truncated & ~terminated, reward + bootstrap, reward).astype(np.float32)
+    better = np.concatenate([step[1:] + discount[1:] * value[2:] >= value[1:-1], np.ones((1, B))])
+    by_rlax = jax.vmap(rlax.lambda_returns, 1, 1)
+    by_rlax = by_rlax(step, discount, value[1:], np.float32(better))
+    assert_valid_rows_equal(upgo_return(*rows, gamma), by_rlax, valid)
+
+
 def test_by_hand():
     # Two rows to a termination, an invalid row, a truncation, an invalid row, the window's end.
     reward = jnp.float32([1, 2, 0, 3, 0, 4, 5])[:, None]
@@ -149,6 +232,15 @@ def test_by_hand():
     assert returns.tolist() == [1 + 10, 2, 28, 4 + 35, 45]
     returns = n_step_return(*rows, 0.5, 2)[valid, 0]
     assert returns.tolist() == [1 + 1, 2, 28, 4 + 2.5 + 20, 45]
+    # At steps 0 and 5 the next step is worse than its value: 2 < 20, 5 + 40 < 70
+    returns = upgo_return(*rows, 0.5)[valid, 0]
+    assert returns.tolist() == [1 + 10, 2, 28, 4 + 35, 45]
+    assert upgo_return(*rows[:3], value.at[1].set(2), 0.5)[0, 0] == 1 + 2 / 2
+    # Ratios of 0.5, 3, ..., of which 3 counts as 1
+    ratio = jnp.float32([0.5, 3, 1, 1, 1, 2, 0.5])[:, None]
+    target, advantages = (x[valid, 0].tolist() for x in vtrace(ratio, *rows, 0.5))
+    assert target == [10 + (1 - 18 / 2) / 2, 2, 28, 60 - 21 - 12.5 / 2, 70 - 12.5]
+    assert advantages == [(1 + 2 / 2 - 10) / 2, -18, -12, 4 + 57.5 / 2 - 60, -12.5]
 
 
 @pytest.mark.parametrize("name", TARGETS)
