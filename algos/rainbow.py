@@ -73,7 +73,7 @@ class Config:
     num_atoms: Positive[int] = 101  # M, atoms of the distribution; 51 in the paper
     v_min: Finite[float] = -100.0  # return of the first atom; -10 in the paper
     v_max: Finite[float] = 100.0  # return of the last atom; 10 in the paper
-    sigma: Positive[float] = 0.5  # σ_0: at first, each σ is σ_0 / √inputs
+    sigma: Positive[float] = 0.1  # σ_0: at first, each σ is σ_0 / √inputs; 0.5 in the paper
     frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
     target_network_frequency: Positive[int] = 500  # env steps between two target updates
@@ -106,6 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_atoms": 51,
         "v_min": -25.0,
         "v_max": 25.0,
+        "sigma": 0.5,
         "batch_size": 32,
         "end_epsilon": 0.01,
         "exploration_fraction": 0.1,
@@ -120,6 +121,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_atoms": 51,
         "v_min": -10.0,
         "v_max": 10.0,
+        "sigma": 0.5,
         "frame_stack": 4,
         "target_network_frequency": 8_000,
         "batch_size": 32,
@@ -273,12 +275,17 @@ class Agent:
         return self.epsilon_greedy(q_values, obs, self.config.evaluation_epsilon, key)
 
     def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
-        """Action [N] to train with: greedy under noise of each environment, or ε-greedy."""
-        if self.config.noisy:
-            q_values = self.algorithm.predict(state.params, obs, key, self.config.num_envs)
-            return q_values.argmax(axis=-1)  # [N]
-        q_values = self.algorithm.predict(state.params, obs)  # [N, A]
-        return self.epsilon_greedy(q_values, obs, self.epsilon(step), key)
+        """Action [N] to train with: greedy under noise of each environment, or ε-greedy.
+
+        The first steps, which fill the buffer, are uniform where there is noise.
+        """
+        if not self.config.noisy:
+            q_values = self.algorithm.predict(state.params, obs)  # [N, A]
+            return self.epsilon_greedy(q_values, obs, self.epsilon(step), key)
+        noise_key, explore_key = jax.random.split(key)
+        q_values = self.algorithm.predict(state.params, obs, noise_key, self.config.num_envs)
+        epsilon = jnp.where(step < self.config.learning_starts, 1.0, 0.0)
+        return self.epsilon_greedy(q_values, obs, epsilon, explore_key)
 
     def learn(
         self, state: LearnerState, batch: Batch, key: Array
