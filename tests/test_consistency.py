@@ -150,7 +150,7 @@ ADDED_LINES = {
     ("dqn", "c51"): 70,
     ("dqn", "qr_dqn"): 70,
     ("dqn", "iqn"): 70,
-    ("c51", "rainbow"): 150,
+    ("c51", "rainbow"): 160,
     ("prioritized_dqn", "rainbow"): 150,
 }
 

@@ -392,7 +392,7 @@ def test_what_cannot_be_is_refused(options, message):
 
 
 def test_the_first_steps_are_uniform_and_the_later_ones_greedy_under_noise():
-    config = Config(env_id="gymnax/CartPole-v1", num_envs=1_000, learning_starts=4_000)
+    config = Config(env_id="gymnax/CartPole-v1", num_envs=1_000, learning_starts=4_000, sigma=1.0)
     agent = Agent(config, Algorithm(config, spaces.Box(-9, 9, (4,)), spaces.Discrete(2)))
     learner, key = agent.algorithm.init(jax.random.key(0)), jax.random.key(1)
     obs = jnp.ones((1_000, 4))
