@@ -40,6 +40,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("a2c", PENDULUM | ROLLOUT | NORMALIZED | {"normalize_advantages": True}),
     ("ppo_rnn", CARTPOLE | ROLLOUT | {"total_timesteps": 4_096, "target_kl": 0.003}),
     ("ppo_rnn", PENDULUM | ROLLOUT | NORMALIZED | {"core": "gru", "total_timesteps": 4_096}),
+    ("impala", CARTPOLE | ROLLOUT),
+    ("impala", PENDULUM | ROLLOUT | {"core": "lstm", "total_timesteps": 4_096}),
     ("pqn", CARTPOLE | ROLLOUT),
     ("ddpg", PENDULUM | REPLAY),
     ("ddpg", PENDULUM | REPLAY | NORMALIZED | {"num_envs": 4, "noise_correlation": 0.9}),

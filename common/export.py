@@ -82,7 +82,9 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
         return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
 
     def act(obs: Any, seed: Any = 0) -> Any:
-        return evaluator.predict(learner, obs, jax.random.key(seed))
+        memory = Memory((), jnp.ones(jax.tree.leaves(obs)[0].shape[0], bool))
+        action, _ = evaluator.act(learner, obs, jax.random.key(seed), memory)
+        return action
 
     def remember(obs: Any, core: Any, valid: Any, seed: Any = 0) -> Any:
         return evaluator.predict(learner, obs, jax.random.key(seed), Memory(core, valid))

@@ -285,7 +285,12 @@ class RecurrentCore(nnx.Module):
 
 
 def initial_core(kind: str, size: int, num_envs: int) -> Any:
-    """Return the state of a `RecurrentCore` at the start of an episode: [N, size], two for LSTM."""
+    """Return the state of a `RecurrentCore` at the start of an episode: [N, size], two for LSTM.
+
+    It is () for the kind "none".
+    """
+    if kind == "none":
+        return ()
     zeros = jnp.zeros((num_envs, size))
     return (zeros, zeros.copy()) if kind == "lstm" else zeros
 

@@ -39,6 +39,15 @@ class RolloutBatch(NamedTuple):
     core: Any = ()  # [B, ...] recurrent state before the first row of each sequence
 
 
+class Trajectory(NamedTuple):
+    """Steps of a policy, whole, for a learner whose own policy has moved on."""
+
+    rollout: Transition  # [T, N, ...], with log μ(a|s) of the policy that acted as extras
+    last_obs: Any  # [N, *obs] after the last row
+    last_valid: Array  # [N] False where the last row ended an episode
+    core: Any = ()  # [N, ...] recurrent state before the first row
+
+
 class TargetBatch(NamedTuple):
     """Rows of a rollout and the targets of their action values."""
 

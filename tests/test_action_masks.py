@@ -81,6 +81,7 @@ RUNS = {
     "dqn": ("MaskedDiscrete-v0", dict(**OFF_POLICY, evaluation_epsilon=0.5)),
     "sac_discrete": ("MaskedFloats-v0", dict(**OFF_POLICY, normalize_obs=True)),
     "a2c": ("MaskedMultiDiscrete-v0", dict(num_steps=8)),
+    "impala": ("MaskedMultiDiscrete-v0", dict(num_steps=8)),
     "ppo": ("MaskedFloats-v0", dict(**ON_POLICY, normalize_obs=True)),
     "ppo_rnn": ("MaskedMultiDiscrete-v0", ON_POLICY),
     "pqn": ("MaskedDiscrete-v0", dict(**ON_POLICY, evaluation_epsilon=0.5)),

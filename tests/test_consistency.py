@@ -66,6 +66,13 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer._run_epoch",
         "Trainer._is_near",
     ],
+    ("ppo_rnn", "impala"): [
+        "Algorithm.predict",
+        "Trainer.__call__",
+        "Trainer.evaluate",
+        "Trainer._memory",
+    ],
+    ("a2c", "impala"): ["Config.__post_init__"],
     ("ddpg", "td3"): [
         "Model.action",
         "Algorithm.__init__",

@@ -48,7 +48,15 @@ print(json.dumps({
 
 @pytest.mark.parametrize(
     ("module", "iterations"),
-    [("ppo", 2), ("a2c", 12), ("ppo_rnn", 2), ("pqn", 2), ("dqn", 60), ("r2d2", 100)],
+    [
+        ("ppo", 2),
+        ("a2c", 12),
+        ("ppo_rnn", 2),
+        ("impala", 12),
+        ("pqn", 2),
+        ("dqn", 60),
+        ("r2d2", 100),
+    ],
 )
 def test_four_devices_learn_what_one_learns(module, iterations):
     ran = run_alone(f"algos.{module}", iterations, program=("-c", TRAIN), **FOUR)

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from run_helpers import finished_run, run_alone, run_here
 from toy_envs import EchoEnv
 
-from algos import a2c, ppo, ppo_rnn, sac, sac_discrete, td3
+from algos import a2c, impala, ppo, ppo_rnn, sac, sac_discrete, td3
 from common import load, save
 from common.errors import UserError
 from common.networks import Memory
@@ -83,6 +83,7 @@ DRAWING = {
     a2c: "gymnax/CartPole-v1",
     ppo: "gymnax/Pendulum-v1",
     ppo_rnn: "gymnax/CartPole-v1",
+    impala: "gymnax/Pendulum-v1",
     sac: "gymnax/Pendulum-v1",
     sac_discrete: "gymnax/CartPole-v1",
 }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_helpers import run_alone
 
-from algos import a2c, dqn, ppo, ppo_rnn, pqn, r2d2
+from algos import a2c, dqn, impala, ppo, ppo_rnn, pqn, r2d2
 from common import load
 from common.errors import UserError
 
@@ -27,7 +27,7 @@ def make(module, seed):
 
 
 @pytest.mark.parametrize(
-    "module", [*WITH_REPLAY, ppo, a2c, ppo_rnn, pqn], ids=lambda module: module.__name__
+    "module", [*WITH_REPLAY, ppo, a2c, ppo_rnn, impala, pqn], ids=lambda module: module.__name__
 )
 def test_a_seed_learns_what_it_learns_alone(module):
     iterations = 100 if module in WITH_REPLAY else 4

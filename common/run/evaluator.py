@@ -37,7 +37,7 @@ class Evaluator:
     """Plays episodes with `predict(learner, obs, key) -> action`; environments are made once.
 
     Every environment plays the same number of episodes, so that short episodes do not count more
-    often than long ones. With `initial_core(num_envs)`, a recurrent state, the policy is
+    often than long ones. With `initial_core(num_envs)`, a recurrent state or (), the policy is
     `predict(learner, obs, key, memory) -> (action, core)`.
     """
 
@@ -45,9 +45,11 @@ class Evaluator:
         self,
         config: EnvConfig,
         predict: Predict,
-        initial_core: Callable[[int], Any] = lambda num_envs: (),
+        initial_core: Callable[[int], Any] | None = None,
     ) -> None:
-        self.config, self.predict, self.initial_core = config, predict, initial_core
+        self.config, self.predict = config, predict
+        self.has_memory = initial_core is not None
+        self.initial_core = initial_core or (lambda num_envs: ())
         self.num_seeds: int | None = None  # axis 0 of `learner`, where there is one of seeds
         self.max_steps = RunOptions.eval_max_steps  # of an episode, after which it is cut off
         self.latest: dict | None = None  # log_data of the last evaluation
@@ -120,7 +122,7 @@ class Evaluator:
 
     def act(self, learner: Any, obs: Any, key: Array, memory: Memory) -> tuple[Any, Any]:
         """Return actions [N, *action] and the new recurrent state, () for a policy without one."""
-        if jax.tree.leaves(memory.core):
+        if self.has_memory:
             return self.predict(learner, obs, key, memory)
         return self.predict(learner, obs, key), ()
 
