@@ -158,7 +158,7 @@ ADDED_LINES = {
     ("dqn", "qr_dqn"): 70,
     ("dqn", "iqn"): 70,
     ("c51", "rainbow"): 160,
-    ("prioritized_dqn", "rainbow"): 150,
+    ("prioritized_dqn", "rainbow"): 160,
 }
 
 
