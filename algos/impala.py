@@ -87,28 +87,31 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Model(nnx.Module):
-    """Encoder, two hidden layers for vectors, maybe a recurrent core, policy and value."""
+    """Encoder, maybe a recurrent core, policy and value with two hidden layers each for vectors."""
 
     def __init__(self, config: Config, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
         init = nnx.initializers.orthogonal
         self.encoder = Encoder(obs_space, rngs, init(2**0.5))
+        size = self.encoder.num_features
+        self.core = None
+        if config.core != "none":
+            self.core = RecurrentCore(config.core, size, config.core_size, rngs)
+            size = config.core_size
         hidden = () if self.encoder.has_cnn else (64, 64)
-        sizes = (self.encoder.num_features, *hidden)
-        self.torso = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
-        is_recurrent = config.core != "none"
-        size = config.core_size if is_recurrent else sizes[-1]
-        self.core = RecurrentCore(config.core, sizes[-1], size, rngs) if is_recurrent else None
-        self.policy_head = PolicyHead(size, action_space, rngs, scale=0.01)
-        self.value_head = nnx.Linear(size, 1, kernel_init=init(1.0), rngs=rngs)
+        sizes = (size, *hidden)
+        self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
+        self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
+        self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
+        self.value_head = nnx.Linear(sizes[-1], 1, kernel_init=init(1.0), rngs=rngs)
 
     def unroll(self, obs: Any, core: Any, valid: Array) -> tuple[Distribution, Array, Any]:
         """[B, T, *obs], state [B, ...], valid [B, T] -> distribution, value [B, T], new state."""
         flat_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)  # [B * T, *obs]
-        output = self.torso(self.encoder(flat_obs)).reshape(*valid.shape, -1)  # [B, T, F]
+        features = self.encoder(flat_obs).reshape(*valid.shape, -1)  # [B, T, F]
         if self.core is not None:
-            output, core = self.core(core, output, valid)  # [B, T, H]
-        policy = self.policy_head(output, action_mask(obs))
-        return policy, self.value_head(output)[..., 0], core
+            features, core = self.core(core, features, valid)  # [B, T, H]
+        policy = self.policy_head(self.actor(features), action_mask(obs))
+        return policy, self.value_head(self.critic(features))[..., 0], core
 
 
 class LearnerState(NamedTuple):

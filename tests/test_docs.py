@@ -88,7 +88,7 @@ class TestEquationTables:
 def test_named_code_of_the_targets_page_exists():
     modules = [importlib.import_module(f"common.{x}") for x in ("targets", "distributions")]
     rows = equation_rows(DOCS / "targets.md")
-    assert len(rows) == 17
+    assert len(rows) == 22
     for row in rows:
         assert any(hasattr(module, named(row[1])) for module in modules), row[1]
 
