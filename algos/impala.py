@@ -93,12 +93,11 @@ class Model(nnx.Module):
         init = nnx.initializers.orthogonal
         self.encoder = Encoder(obs_space, rngs, init(2**0.5))
         size = self.encoder.num_features
-        self.core = None
-        if config.core != "none":
-            self.core = RecurrentCore(config.core, size, config.core_size, rngs)
-            size = config.core_size
+        is_recurrent = config.core != "none"
+        core_sizes = size, config.core_size
+        self.core = RecurrentCore(config.core, *core_sizes, rngs) if is_recurrent else None
         hidden = () if self.encoder.has_cnn else (64, 64)
-        sizes = (size, *hidden)
+        sizes = (config.core_size if is_recurrent else size, *hidden)
         self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
