@@ -65,7 +65,7 @@ FAMILIES = (
     Family(
         "classic",
         "Classic control",
-        ("sweep", "sweep_value", "sweep_on_policy"),
+        ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala"),
         ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     ),
     Family(
