@@ -148,9 +148,7 @@ def test_act(remembers: bool) -> None:
         core, valid = memory
         return obs + learner + core, jnp.where(valid, core + 1, 0)
 
-    def initial_core(num_envs: int) -> Any:
-        return jnp.zeros(num_envs) if remembers else ()
-
+    initial_core = jnp.zeros if remembers else None
     play = Evaluator(env_config("ToyCount-v0"), predict, initial_core)
     core = jnp.array([4.0, 5.0]) if remembers else ()
     obs, valid = jnp.array([10.0, 20.0]), jnp.array([True, False])
