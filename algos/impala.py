@@ -158,10 +158,9 @@ class Algorithm:
         distribution, value, _ = self.predict(params, obs, trajectory.core, valid.T)
         return jax.tree.map(lambda x: x.swapaxes(0, 1)[:-1], distribution), value.T
 
-    def targets(self, rollout: Transition, log_prob: Array, value: Array) -> tuple[Array, Array]:
-        """log π(a|s) [T, N] and V(s) [T + 1, N] -> v and Â + c_U ρ (G - V), both [T, N]."""
+    def targets(self, rollout: Transition, ratio: Array, value: Array) -> tuple[Array, Array]:
+        """π / μ [T, N] and V(s) [T + 1, N] -> v and Â + c_U ρ (G - V), both [T, N]."""
         config = self.config
-        ratio = jnp.exp(log_prob - rollout.extras)  # [T, N] π / μ
         if not config.vtrace:
             ratio = jnp.ones_like(ratio)
         steps = rollout.reward, rollout.terminated, rollout.truncated, value, config.gamma
@@ -184,22 +183,23 @@ class Algorithm:
         config, rollout = self.config, trajectory.rollout
         distribution, value = self.unroll(params, trajectory)  # [T, N], [T + 1, N]
         log_prob = distribution.log_prob(rollout.action)  # [T, N]
+        log_ratio = log_prob - rollout.extras  # [T, N]
+        ratio = jnp.exp(log_ratio)  # [T, N] π / μ
         # Targets are of the same pass over the network as the loss: a second would cost a third.
-        target, advantages = self.targets(rollout, *lax.stop_gradient((log_prob, value)))
+        target, advantages = self.targets(rollout, *lax.stop_gradient((ratio, value)))
         weight = rollout.valid / jnp.maximum(rollout.valid.mean(), 1e-8)  # [T, N]
         chex.assert_equal_shape([log_prob, value[:-1], target, advantages, weight])
         policy_loss = self.policy_loss(log_prob, advantages, weight)
         value_loss = self.value_loss(value[:-1], target, weight)
         entropy = (weight * distribution.entropy()).mean()
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-        log_ratio = log_prob - rollout.extras  # [T, N]
         # The paper's sum over rows, to which its gradient norm and the ε of RMSProp belong.
         return loss * rollout.valid.sum(), {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            "approx_kl": (weight * (jnp.exp(log_ratio) - 1 - log_ratio)).mean(),
-            "rho": (weight * jnp.minimum(config.rho_bar, jnp.exp(log_ratio))).mean(),
+            "approx_kl": (weight * (ratio - 1 - log_ratio)).mean(),
+            "rho": (weight * jnp.minimum(config.rho_bar, ratio)).mean(),
         }
 
     def learn(
@@ -224,7 +224,7 @@ class Agent:
         self, state: LearnerState, obs: Any, key: Array, memory: Memory
     ) -> tuple[Array, Any]:
         """Action [N] of the environment to evaluate with, as `eval_stochastic` says; memory."""
-        distribution, core = self.step(state, obs, memory)
+        distribution, _, core = self.step(state, obs, memory)
         is_drawn = self.config.eval_stochastic
         return self.env_action(distribution.sample(key) if is_drawn else distribution.mode()), core
 
@@ -232,16 +232,19 @@ class Agent:
         self, state: LearnerState, obs: Any, key: Array, memory: Memory
     ) -> tuple[Array, Array, Any]:
         """Action [N] to train with, for `env_action`; log μ(a|s) [N]; recurrent state."""
-        distribution, core = self.step(state, obs, memory)
+        distribution, _, core = self.step(state, obs, memory)
         action = distribution.sample(key)  # [N, *action]
         return action, distribution.log_prob(action), core
 
-    def step(self, state: LearnerState, obs: Any, memory: Memory) -> tuple[Distribution, Any]:
-        """[N, *obs] and what is remembered -> distribution [N], new recurrent state."""
+    def step(
+        self, state: LearnerState, obs: Any, memory: Memory
+    ) -> tuple[Distribution, Array, Any]:
+        """[N, *obs] and what is remembered -> distribution, value [N], new recurrent state."""
         obs = jax.tree.map(lambda x: x[:, None], obs)  # [N, 1, *obs]
         valid = memory.valid[:, None]  # [N, 1]
-        distribution, _, core = self.algorithm.predict(state.params, obs, memory.core, valid)
-        return jax.tree.map(lambda x: x[:, 0], distribution), core
+        distribution, value, core = self.algorithm.predict(state.params, obs, memory.core, valid)
+        distribution = jax.tree.map(lambda x: x[:, 0], distribution)  # [N, ...]
+        return distribution, value[:, 0], core
 
     def learn(
         self, state: LearnerState, batch: Trajectory
@@ -329,7 +332,7 @@ class Trainer:
         """One vector step: act, step the environments."""
         key, action_key = jax.random.split(state.key)
         obs = state.env.obs  # [N, *obs]
-        action, log_prob, core = self.agent.sample(
+        action, extras, core = self.agent.sample(
             state.learner, obs, action_key, self._memory(state)
         )  # [N]
         env, timestep = self.env.step(state.env, self.agent.env_action(action))
@@ -340,7 +343,7 @@ class Trainer:
             terminated=timestep.terminated,
             truncated=timestep.truncated,
             valid=~state.env.ended,
-            extras=log_prob,
+            extras=extras,
         )
         step = state.step + self.config.num_envs
         return state._replace(env=env, core=core, key=key, step=step), transition

@@ -82,12 +82,11 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
         return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
 
     def act(obs: Any, seed: Any = 0) -> Any:
-        memory = Memory((), jnp.ones(jax.tree.leaves(obs)[0].shape[0], bool))
-        action, _ = evaluator.act(learner, obs, jax.random.key(seed), memory)
+        action, _ = remember(obs, (), jnp.ones(jax.tree.leaves(obs)[0].shape[0], bool), seed)
         return action
 
     def remember(obs: Any, core: Any, valid: Any, seed: Any = 0) -> Any:
-        return evaluator.predict(learner, obs, jax.random.key(seed), Memory(core, valid))
+        return evaluator.act(learner, obs, jax.random.key(seed), Memory(core, valid))
 
     like = jax.eval_shape(trainer.env.reset, key).obs, evaluator.initial_core(1)
     obs, core = jax.tree.map(of_any_size, like)

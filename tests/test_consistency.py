@@ -68,8 +68,10 @@ SHARED: dict[tuple[str, str], list[str]] = {
     ],
     ("ppo_rnn", "impala"): [
         "Algorithm.predict",
+        "Agent.predict",
         "Trainer.__call__",
         "Trainer.evaluate",
+        "Trainer._run_collect",
         "Trainer._memory",
     ],
     ("a2c", "impala"): ["Config.__post_init__"],
