@@ -30,7 +30,7 @@ from common.networks import MLP, Encoder
 from common.normalize import Normalizer, NormalizerState, standardize
 from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Transition
-from common.rollout import RolloutBatch, collect_rollout, empty_rollout
+from common.rollout import RolloutBatch, Trajectory, collect_rollout, empty_rollout
 from common.targets import gae
 
 from common.run.config import check_config, check_rollout
@@ -256,6 +256,8 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect rollouts and learn from them in one compiled program."""
 
+    on_policy = True  # Explorers wait for each other: every rollout is of the newest policy
+
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
@@ -292,28 +294,32 @@ class Trainer:
         self, state: TrainState, num_iterations: int
     ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations; total_timesteps or a failure may cut the last one."""
-        config = self.config
 
         def iterate(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            steps_left = (config.total_timesteps - state.step) // config.num_envs
-            state, rollout, is_complete = collect_rollout(
-                self.env, self._run_collect, state, config.num_steps, steps_left
-            )
-            return lax.cond(is_complete, self._run_train, skip, state, metrics, rollout)
+            state, trajectory, is_complete = self.collect_trajectory(state)
+            return lax.cond(is_complete, self.learn_trajectory, skip, state, metrics, trajectory)
 
-        def skip(state: TrainState, metrics: dict, _: Transition) -> tuple[TrainState, dict]:
+        def skip(state: TrainState, metrics: dict, _: Trajectory) -> tuple[TrainState, dict]:
             return state, metrics
 
         state = state._replace(env=self.env.reset_summary(state.env))
-        return lax.fori_loop(0, num_iterations, iterate, (state, self._zero_metrics(state)))
+        return lax.fori_loop(0, num_iterations, iterate, (state, self.zero_metrics(state)))
 
-    def _zero_metrics(self, state: TrainState) -> dict[str, Array]:
+    def zero_metrics(self, state: TrainState) -> dict[str, Array]:
         """The zeros that metrics are added to, derived from what `learn` returns."""
         rollout = empty_rollout(self._run_collect, state, self.config.num_steps)
         learner, batch = jax.eval_shape(self.agent.prepare, state.learner, rollout, state.env.obs)
         *_, metrics = jax.eval_shape(self.agent.learn, learner, batch)
         return optax.tree.zeros_like(metrics | {"charts/updates": jnp.zeros(())})
+
+    def collect_trajectory(self, state: TrainState) -> tuple[TrainState, Trajectory, Array]:
+        """A rollout and what is behind it, and whether all of its steps were made."""
+        steps_left = (self.config.total_timesteps - state.step) // self.config.num_envs
+        state, rollout, is_complete = collect_rollout(
+            self.env, self._run_collect, state, self.config.num_steps, steps_left
+        )
+        return state, Trajectory(rollout, state.env.obs), is_complete
 
     def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
         """One vector step: act, step the environments."""
@@ -333,11 +339,11 @@ class Trainer:
         step = state.step + self.config.num_envs
         return state._replace(env=env, key=key, step=step), transition
 
-    def _run_train(
-        self, state: TrainState, metrics: dict[str, Array], rollout: Transition
+    def learn_trajectory(
+        self, state: TrainState, metrics: dict[str, Array], trajectory: Trajectory
     ) -> tuple[TrainState, dict[str, Array]]:
         """One step on a rollout; its metrics are added up."""
-        learner, batch = self.agent.prepare(state.learner, rollout, state.env.obs)
+        learner, batch = self.agent.prepare(state.learner, trajectory.rollout, trajectory.last_obs)
         learner, new_metrics = self.agent.learn(learner, batch)
         new_metrics |= {"charts/updates": jnp.ones(())}
         return state._replace(learner=learner), jax.tree.map(jnp.add, metrics, new_metrics)

@@ -149,7 +149,7 @@ class Algorithm:
     def unroll(self, params: Any, trajectory: Trajectory) -> tuple[Distribution, Array]:
         """Distribution of each row [T, N], and value of these and of what follows [T + 1, N]."""
         rollout = trajectory.rollout
-        valid = jnp.concatenate([rollout.valid, trajectory.last_valid[None]])  # [T + 1, N]
+        valid = jnp.concatenate([rollout.valid, trajectory.last.valid[None]])  # [T + 1, N]
         obs = jax.tree.map(
             lambda x, last: jnp.concatenate([x, last[None]]).swapaxes(0, 1),
             rollout.obs,
@@ -266,6 +266,8 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect trajectories and learn from them in one compiled program."""
 
+    on_policy = False  # Explorers do not wait: V-trace corrects for a policy that has moved on
+
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
@@ -303,30 +305,34 @@ class Trainer:
         self, state: TrainState, num_iterations: int
     ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations; total_timesteps or a failure may cut the last one."""
-        config = self.config
 
         def iterate(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            core = state.core
-            steps_left = (config.total_timesteps - state.step) // config.num_envs
-            state, rollout, is_complete = collect_rollout(
-                self.env, self._run_collect, state, config.num_steps, steps_left
-            )
-            trajectory = self._trajectory(state, rollout, core)
-            return lax.cond(is_complete, self._run_train, skip, state, metrics, trajectory)
+            state, trajectory, is_complete = self.collect_trajectory(state)
+            return lax.cond(is_complete, self.learn_trajectory, skip, state, metrics, trajectory)
 
         def skip(state: TrainState, metrics: dict, _: Trajectory) -> tuple[TrainState, dict]:
             return state, metrics
 
         state = state._replace(env=self.env.reset_summary(state.env))
-        return lax.fori_loop(0, num_iterations, iterate, (state, self._zero_metrics(state)))
+        return lax.fori_loop(0, num_iterations, iterate, (state, self.zero_metrics(state)))
 
-    def _zero_metrics(self, state: TrainState) -> dict[str, Array]:
+    def zero_metrics(self, state: TrainState) -> dict[str, Array]:
         """The zeros that metrics are added to, derived from what `learn` returns."""
         rollout = empty_rollout(self._run_collect, state, self.config.num_steps)
-        trajectory = self._trajectory(state, rollout, state.core)
+        trajectory = Trajectory(rollout, state.env.obs, self._memory(state), state.core)
         _, metrics = jax.eval_shape(self.agent.learn, state.learner, trajectory)
         return optax.tree.zeros_like(metrics | {"charts/updates": jnp.zeros(())})
+
+    def collect_trajectory(self, state: TrainState) -> tuple[TrainState, Trajectory, Array]:
+        """A rollout and what is around it, and whether all of its steps were made."""
+        core = state.core
+        steps_left = (self.config.total_timesteps - state.step) // self.config.num_envs
+        state, rollout, is_complete = collect_rollout(
+            self.env, self._run_collect, state, self.config.num_steps, steps_left
+        )
+        last = self._memory(state)
+        return state, Trajectory(rollout, state.env.obs, last, core), is_complete
 
     def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
         """One vector step: act, step the environments."""
@@ -351,11 +357,7 @@ class Trainer:
     def _memory(self, state: TrainState) -> Memory:
         return Memory(state.core, ~state.env.ended)
 
-    def _trajectory(self, state: TrainState, rollout: Transition, core: Any) -> Trajectory:
-        """Rows [T, N], the state behind them, and the recurrent state before them."""
-        return Trajectory(rollout, state.env.obs, ~state.env.ended, core)
-
-    def _run_train(
+    def learn_trajectory(
         self, state: TrainState, metrics: dict[str, Array], trajectory: Trajectory
     ) -> tuple[TrainState, dict[str, Array]]:
         """One step on a trajectory of each environment; its metrics are added up."""

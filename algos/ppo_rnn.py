@@ -34,6 +34,7 @@ from common.ranges import Fraction, NonNegative, Positive
 from common.replay import Transition
 from common.rollout import (
     RolloutBatch,
+    Trajectory,
     collect_rollout,
     empty_rollout,
     shuffled_rows,
@@ -311,6 +312,8 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect rollouts and learn from them in one compiled program."""
 
+    on_policy = True  # Explorers wait for each other: every rollout is of the newest policy
+
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
@@ -348,26 +351,19 @@ class Trainer:
         self, state: TrainState, num_iterations: int
     ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn) × num_iterations; total_timesteps or a failure may cut the last one."""
-        config = self.config
 
         def iterate(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            core = state.core
-            steps_left = (config.total_timesteps - state.step) // config.num_envs
-            state, rollout, is_complete = collect_rollout(
-                self.env, self._run_collect, state, config.num_steps, steps_left
-            )
-            return lax.cond(is_complete, self._run_train, skip, state, metrics, rollout, core)
+            state, trajectory, is_complete = self.collect_trajectory(state)
+            return lax.cond(is_complete, self.learn_trajectory, skip, state, metrics, trajectory)
 
-        def skip(
-            state: TrainState, metrics: dict, _rollout: Transition, _core: Any
-        ) -> tuple[TrainState, dict]:
+        def skip(state: TrainState, metrics: dict, _: Trajectory) -> tuple[TrainState, dict]:
             return state, metrics
 
         state = state._replace(env=self.env.reset_summary(state.env))
-        return lax.fori_loop(0, num_iterations, iterate, (state, self._zero_metrics(state)))
+        return lax.fori_loop(0, num_iterations, iterate, (state, self.zero_metrics(state)))
 
-    def _zero_metrics(self, state: TrainState) -> dict[str, Array]:
+    def zero_metrics(self, state: TrainState) -> dict[str, Array]:
         """The zeros that metrics are added to, derived from what `learn` returns."""
         rollout = empty_rollout(self._run_collect, state, self.config.num_steps)
         last = self._memory(state)
@@ -376,6 +372,16 @@ class Trainer:
         )
         *_, metrics = jax.eval_shape(self.agent.learn, learner, batch)
         return optax.tree.zeros_like(metrics | {"charts/updates": jnp.zeros(())})
+
+    def collect_trajectory(self, state: TrainState) -> tuple[TrainState, Trajectory, Array]:
+        """A rollout and what is around it, and whether all of its steps were made."""
+        core = state.core
+        steps_left = (self.config.total_timesteps - state.step) // self.config.num_envs
+        state, rollout, is_complete = collect_rollout(
+            self.env, self._run_collect, state, self.config.num_steps, steps_left
+        )
+        last = self._memory(state)
+        return state, Trajectory(rollout, state.env.obs, last, core), is_complete
 
     def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
         """One vector step: act, step the environments."""
@@ -400,15 +406,13 @@ class Trainer:
     def _memory(self, state: TrainState) -> Memory:
         return Memory(state.core, ~state.env.ended)
 
-    def _run_train(
-        self, state: TrainState, metrics: dict[str, Array], rollout: Transition, core: Any
+    def learn_trajectory(
+        self, state: TrainState, metrics: dict[str, Array], trajectory: Trajectory
     ) -> tuple[TrainState, dict[str, Array]]:
         """The epochs on a rollout (Algorithm 1), of which target_kl may leave out the last."""
         config = self.config
         key, shuffle_key = jax.random.split(state.key)
-        learner, batch = self.agent.prepare(
-            state.learner, rollout, state.env.obs, self._memory(state), core
-        )
+        learner, batch = self.agent.prepare(state.learner, *trajectory)
         size = len(batch.weight)
         rows = shuffled_rows(shuffle_key, config.update_epochs, config.num_minibatches, size)
 

@@ -134,32 +134,21 @@ def learn_measure(config: Any) -> Measure:
     Each repeat starts from the same learner, so that it never strays far from the rollout.
     """
     import jax
-    import jax.numpy as jnp
     from jax import lax
 
-    from common.rollout import collect_rollout
-
     trainer = module_of(config).Trainer(config)
+    state, trajectory, _ = jax.jit(trainer.collect_trajectory)(trainer.state)
+    zeros = trainer.zero_metrics(state)
 
     @jax.jit
-    def collect(state: Any) -> tuple:
-        num_steps = jnp.int32(config.num_steps)
-        return collect_rollout(
-            trainer.env, trainer._run_collect, state, config.num_steps, num_steps
-        )
-
-    state, rollout, _ = collect(trainer.state)
-    zeros = trainer._zero_metrics(state)
-
-    @jax.jit
-    def updates(state: Any, rollout: Any, count: int) -> Any:
+    def updates(state: Any, trajectory: Any, count: int) -> Any:
         def update(_: Any, carry: tuple) -> tuple:
             state, sums = carry
-            return trainer._run_train(state, sums, rollout)
+            return trainer.learn_trajectory(state, sums, trajectory)
 
         return lax.fori_loop(0, count, update, (state, zeros))
 
-    return lambda count: jax.block_until_ready(updates(state, rollout, count))
+    return lambda count: jax.block_until_ready(updates(state, trajectory, count))
 
 
 class PythonLoop:

@@ -7,8 +7,10 @@ class UserError(ValueError):
     """Bad input, a failing environment, or a run folder that cannot be used.
 
     Its text is a single line that names the value, what is accepted and what to do next. The
-    command line prints that line and exits with code 2; `--debug` shows the traceback as well.
+    command line prints that line and exits with `exit_code`; `--debug` shows the traceback as well.
     """
+
+    exit_code = 2
 
 
 LONGEST = 1500  # characters of a line; what to do stands at its end

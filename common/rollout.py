@@ -40,11 +40,11 @@ class RolloutBatch(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """Steps of a policy, whole, for a learner whose own policy has moved on."""
+    """What collecting hands to learning: steps of a policy, whole, and what is around them."""
 
-    rollout: Transition  # [T, N, ...], with log μ(a|s) of the policy that acted as extras
+    rollout: Transition  # [T, N, ...], extras being what the policy that acted says of its actions
     last_obs: Any  # [N, *obs] after the last row
-    last_valid: Array  # [N] False where the last row ended an episode
+    last: Any = ()  # networks.Memory behind the last row, for a policy that has one
     core: Any = ()  # [N, ...] recurrent state before the first row
 
 

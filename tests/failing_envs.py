@@ -5,6 +5,7 @@ fail at its step 100. With `once=PATH` a copy fails only if that file does not e
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class Failing(gym.Env):
         fault = self.fault if self._is_due() else "none"
         if fault != "none":
             self._leave()
+        if fault == "hang":
+            time.sleep(3600)
         if fault == "raise":
             raise RuntimeError("the maze fell down")
         if fault == "nan_obs":

@@ -50,7 +50,7 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.evaluate",
         "Trainer.init_state",
         "Trainer.run_iterations",
-        "Trainer._zero_metrics",
+        "Trainer.zero_metrics",
         "Trainer._run_collect",
     ],
     ("ppo", "ppo_rnn"): [
@@ -255,9 +255,9 @@ class TestEveryAlgorithm:
             "init_state",
             "run_iterations",
             "_run_collect",
-            "_run_train",
         ):
             assert f"Trainer.{name}" in names
+        assert names & {"Trainer._run_train", "Trainer.learn_trajectory"}
 
 
 @pytest.mark.parametrize(

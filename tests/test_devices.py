@@ -97,3 +97,38 @@ def test_bad_numbers_of_devices(flags, line, tmp_path):
     assert line in ran.err
     assert len(ran.err.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+LEARN = """
+import importlib, json, sys
+import jax, numpy as np
+from common.run.devices import learner_on_devices
+
+module = importlib.import_module(sys.argv[1])
+
+def learned(num_devices):
+    trainer = module.Trainer(module.Config(env_id="CartPole-v1", num_envs=8, num_steps=16))
+    _, trajectory, _ = jax.jit(trainer.collect_trajectory)(trainer.state)
+    learn = jax.jit(trainer.learn_trajectory)
+    learn = learner_on_devices(trainer, num_devices) if num_devices > 1 else learn
+    zeros = trainer.zero_metrics(trainer.state)
+    return learn(trainer.state, zeros, jax.device_get(trajectory))[0].learner.params
+
+alone, together = learned(1), learned(4)
+difference = jax.tree.map(
+    lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0)), alone, together
+)
+print(json.dumps({
+    "difference": max(jax.tree.leaves(difference)),
+    "devices": len(jax.tree.leaves(together)[0].sharding.device_set),
+}))
+"""
+
+
+@pytest.mark.parametrize("module", ["impala", "ppo"])
+def test_a_learner_of_explorers_learns_the_same_on_four_devices(module):
+    """From an environment outside JAX too: only trajectories cross the devices."""
+    ran = run_alone(f"algos.{module}", program=("-c", LEARN), **FOUR)
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out.splitlines()[-1])
+    assert found["devices"] == 4 and found["difference"] < 1e-6

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
-from rollouts import rollout_collector
 
 from algos.impala import PRESETS, Algorithm, Config, Trainer
 from common.distributions import Categorical
 from common.export import export_policy
+from common.networks import Memory
 from common.replay import Transition
 from common.rollout import Trajectory
 
@@ -59,7 +59,7 @@ HAND_TRAJECTORY = Trajectory(
         extras=jnp.log(jnp.array([[0.5], [1.0]])),
     ),
     last_obs=jnp.array([[1.0, 1.0]]),  # V = 3
-    last_valid=jnp.array([True]),
+    last=Memory((), jnp.array([True])),
 )
 ENTROPIES = np.array([-3 / 4 * math.log(3 / 4) - 1 / 4 * math.log(1 / 4), math.log(2)])
 
@@ -123,7 +123,7 @@ def test_loss_equals_rlax():
         valid=jnp.array(valid),
         extras=jnp.float32(np.log(rng.uniform(0.2, 0.8, (steps, envs)))),
     )
-    trajectory = Trajectory(rollout, jnp.float32(last_obs), jnp.array(~ended[-1]))
+    trajectory = Trajectory(rollout, jnp.float32(last_obs), Memory((), jnp.array(~ended[-1])))
     algorithm = hand_algorithm(gamma=0.9, entropy_coef=0.1, value_coef=0.5)
     loss, _ = algorithm.loss_fn(PARAMS, trajectory)
     all_obs = np.concatenate([obs, last_obs[None]])
@@ -145,12 +145,11 @@ def test_loss_equals_rlax():
 def collected(core: str) -> tuple[Trainer, Any, Trajectory]:
     """A trainer, its state after two trajectories, and the second of them."""
     trainer = Trainer(replace(SMALL, core=core))
-    collect = rollout_collector(trainer)
+    collect = jax.jit(trainer.collect_trajectory)
     state, _, _ = collect(trainer.state)
-    before = jax.tree.map(jnp.copy, state.core)
-    state, rollout, is_complete = collect(state)
+    state, trajectory, is_complete = collect(state)
     assert is_complete
-    return trainer, state, trainer._trajectory(state, rollout, before)
+    return trainer, state, trajectory
 
 
 @pytest.mark.parametrize("core", ["none", "lstm", "gru"])

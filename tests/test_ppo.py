@@ -23,7 +23,7 @@ from common import load
 from common.distributions import Categorical
 from common.normalize import init_stats, normalize
 from common.replay import Transition
-from common.rollout import RolloutBatch, shuffled_rows, take_minibatch
+from common.rollout import RolloutBatch, Trajectory, shuffled_rows, take_minibatch
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -349,7 +349,7 @@ def learn(learner, minibatch):
 
 
 def learned(value, rows, monkeypatch, target_kl=None, **before):
-    """The updates that `Trainer._run_train` makes of rows [K, M, B], and its metrics."""
+    """The updates that `Trainer.learn_trajectory` makes of rows [K, M, B], and its metrics."""
     rows = jnp.asarray(rows)
     epochs, minibatches, size = rows.shape
     value = jnp.float32(value)
@@ -365,9 +365,8 @@ def learned(value, rows, monkeypatch, target_kl=None, **before):
     learner = jnp.int32(0), jnp.full((epochs * minibatches, size), -1.0)
     metrics = {"approx_kl": 0.0, "loss": 0.0, "charts/updates": 0.0} | before
     metrics = {name: jnp.float32(x) for name, x in metrics.items()}
-    env = SimpleNamespace(obs=())
-    state = ppo.TrainState(learner, env, jax.random.key(0), jnp.int32(0))
-    state, metrics = trainer._run_train(state, metrics, ())
+    state = ppo.TrainState(learner, (), jax.random.key(0), jnp.int32(0))
+    state, metrics = trainer.learn_trajectory(state, metrics, Trajectory((), ()))
     count, seen = state.learner
     return int(count), seen, {name: float(x) for name, x in metrics.items()}
 

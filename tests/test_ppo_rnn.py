@@ -17,7 +17,7 @@ from algos.ppo_rnn import Algorithm, Config, Trainer
 from common.distributions import Categorical
 from common.errors import UserError
 from common.networks import Memory
-from common.rollout import RolloutBatch, shuffled_rows, take_minibatch
+from common.rollout import RolloutBatch, Trajectory, shuffled_rows, take_minibatch
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -203,8 +203,9 @@ def test_minibatches_are_sequences_of_whole_environments(collected, monkeypatch)
 
     monkeypatch.setattr(trainer.agent, "learn", learn)
     metrics = {"charts/updates": jnp.zeros(())}
-    args = trainer.state, metrics, rollout, trainer.state.core
-    jax.eval_shape(trainer._run_train, *args)
+    last = trainer._memory(trainer.state)
+    trajectory = Trajectory(rollout, trainer.state.env.obs, last, trainer.state.core)
+    jax.eval_shape(trainer.learn_trajectory, trainer.state, metrics, trajectory)
     shapes = seen[0]
     assert (shapes.obs, shapes.action, shapes.weight) == ((2, 32, 4), (2, 32), (2, 32))
     assert jax.tree.leaves(shapes.core) == [2, 16] * len(jax.tree.leaves(trainer.state.core))

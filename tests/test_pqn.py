@@ -15,7 +15,7 @@ from toy_envs import NonsenseEnv, TimerJaxEnv, use_env
 from algos import pqn
 from algos.pqn import PRESETS, Agent, Algorithm, Config, Trainer
 from common.replay import Transition
-from common.rollout import TargetBatch
+from common.rollout import TargetBatch, Trajectory
 
 # Some episodes of random actions end by falling, some by the time limit.
 SMALL = Config(
@@ -162,9 +162,8 @@ def test_every_epoch_learns_from_each_minibatch(monkeypatch):
     trainer.agent = SimpleNamespace(learn=learn, prepare=lambda *_: batch)
     learner = jnp.int32(0), jnp.zeros((6, 2))
     metrics = {"td_loss": jnp.float32(100), "charts/updates": jnp.float32(7)}
-    env = SimpleNamespace(obs=())
-    state = pqn.TrainState(learner, env, jax.random.key(0), jnp.int32(0))
-    state, metrics = trainer._run_train(state, metrics, ())
+    state = pqn.TrainState(learner, (), jax.random.key(0), jnp.int32(0))
+    state, metrics = trainer.learn_trajectory(state, metrics, Trajectory((), ()))
     assert state.learner[1].tolist() == [[4, 1], [2, 8], [8, 4], [1, 2], [2, 1], [4, 8]]
     assert metrics == {"td_loss": 112, "charts/updates": 13}
 

@@ -67,17 +67,30 @@ class RunOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExplorerOptions:
+    """Processes that collect, on this machine or on a Ray cluster."""
+
+    explorers: NonNegative[int] = 0  # Explorers that collect; 0: this process does
+    ray_address: str | None = None  # Ray cluster, or auto; by default this machine alone
+    in_flight: NonNegative[int] = 0  # trajectories on their way at once; 0: two for each Explorer
+    publish_frequency: Positive[int] = 1  # trajectories learned between two that are published
+    explorer_timeout: Positive[float] = 60.0  # seconds for a trajectory; a slower one is replaced
+    max_explorer_restarts: NonNegative[int] = 3  # failures of one Explorer before training stops
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Everything the command line says."""
 
     config: RunConfig
     logging: LoggingOptions
     run: RunOptions
+    explorers: ExplorerOptions
 
 
 @contextlib.contextmanager
 def exit_codes(debug: bool) -> Generator[None, None, None]:
-    """Turn a UserError into one line and exit code 2, and Ctrl-C into one line and 130."""
+    """Turn a UserError into one line and its exit code, and Ctrl-C into one line and 130."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ± shows ?
     # envpool's own spaces set this off; nothing that a user could change.
@@ -88,7 +101,7 @@ def exit_codes(debug: bool) -> Generator[None, None, None]:
         if debug:
             traceback.print_exc()
         print("error:", one_line(error), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(130)
@@ -114,6 +127,7 @@ def parse(
         "environment": _group(config_class, "environment", defaults, presets),
         "logging": _with_defaults(LoggingOptions, defaults),
         "run": _group(RunOptions, "run", defaults | {"config": early.config}, presets),
+        "explorers": _with_defaults(ExplorerOptions, defaults),
     }
     flat_group: Any = tyro.conf.OmitArgPrefixes
     fields = [(name, flat_group[type(group)], group) for name, group in groups.items()]
@@ -121,8 +135,10 @@ def parse(
     summary = sys.modules[config_class.__module__].__doc__ or ""
     parsed = parse_flags(root, args, summary.split("\n\n")[0])
     flat = {f: v for g in (parsed.algorithm, parsed.environment) for f, v in vars(g).items()}
-    options = Options(config_class(**flat), parsed.logging, RunOptions(**vars(parsed.run)))
+    run = RunOptions(**vars(parsed.run))
+    options = Options(config_class(**flat), parsed.logging, run, parsed.explorers)
     check_ranges(options.run)
+    check_ranges(options.explorers)
     return options
 
 
@@ -219,7 +235,7 @@ def _read_config(path: Path, flag: str, config_class: type) -> dict[str, Any]:
     saved = _read_json(path, flag)
     for name in ("algo", "version"):
         saved.pop(name, None)
-    options = (config_class, LoggingOptions, RunOptions)
+    options = (config_class, LoggingOptions, RunOptions, ExplorerOptions)
     return field_values(saved, options, f"{flag}: {path}")
 
 

@@ -1,5 +1,7 @@
 """One run on several devices: parameters on each, environments and minibatches shared out."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,9 +9,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from common.errors import UserError
 from common.replay import ReplayState
+from common.rollout import Trajectory
 from common.sharding import DATA_AXIS
 
-from common.run.trainer import Trainer, TrainState
+from common.run.trainer import Learner, Trainer, TrainState
 
 
 def shard_over_devices(trainer: Trainer, num_devices: int) -> None:
@@ -22,32 +25,66 @@ def shard_over_devices(trainer: Trainer, num_devices: int) -> None:
         UserError: the environment is not written in JAX, the devices are not there, or num_envs is
             not a multiple of their number.
     """
-    config, env = trainer.config, trainer.env
-    problem = None
+    env = trainer.env
     if not env.restorable:
-        problem = f"needs a JAX environment, such as gymnax/CartPole-v1, not {env.env_id}"
-    elif config.num_envs % num_devices:
-        problem = f"does not divide --num-envs {config.num_envs}"
+        env.close()
+        raise UserError(
+            f"--num-devices {num_devices} needs a JAX environment, such as gymnax/CartPole-v1, not "
+            f"{env.env_id}; with --explorers it takes any"
+        )
+    mesh = _mesh(trainer, num_devices)
+    shardings = _shardings(mesh, trainer.state)
+    trainer.state = jax.device_put(trainer.state, shardings)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    run = jax.jit(trainer.run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
+
+    trainer.compiled_run = partial(_on_mesh, mesh, run)
+
+
+def learner_on_devices(trainer: Learner, num_devices: int) -> Callable[..., Any]:
+    """Return `learn_trajectory`, compiled for several devices; the results stay what they were.
+
+    Each device learns from its share of a trajectory's environments. `trainer.state` is spread.
+
+    Raises:
+        UserError: the devices are not there, or num_envs is not a multiple of their number.
+    """
+    mesh = _mesh(trainer, num_devices)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec(None, DATA_AXIS))  # [T, N, ...]
+    others = NamedSharding(mesh, PartitionSpec(DATA_AXIS))  # [N, ...]
+    trajectory: Any = Trajectory(rows, others, others, others)  # type: ignore
+    state = _shardings(mesh, trainer.state)._replace(env=replicated)
+    trainer.state = jax.device_put(trainer.state, state)
+    learn = jax.jit(
+        trainer.learn_trajectory,
+        donate_argnums=(0, 1),
+        in_shardings=(state, replicated, trajectory),
+        out_shardings=(state, replicated),
+    )
+    return partial(_on_mesh, mesh, learn)
+
+
+def _mesh(trainer: Trainer, num_devices: int) -> Any:
+    """Return the devices as a mesh of one axis."""
+    problem = None
+    if trainer.config.num_envs % num_devices:
+        problem = f"does not divide --num-envs {trainer.config.num_envs}"
     elif num_devices > jax.device_count():
         problem = (
             f"is more than the {jax.device_count()} devices that JAX finds; on a CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
         )
     if problem:
-        env.close()
+        trainer.env.close()
         raise UserError(f"--num-devices {num_devices} {problem}")
     devices = jax.devices()[:num_devices]
-    mesh = jax.make_mesh((num_devices,), (DATA_AXIS,), (AxisType.Auto,), devices=devices)
-    shardings = _shardings(mesh, trainer.state)
-    trainer.state = jax.device_put(trainer.state, shardings)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    run = jax.jit(trainer.run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
+    return jax.make_mesh((num_devices,), (DATA_AXIS,), (AxisType.Auto,), devices=devices)
 
-    def run_on_mesh(*args: Any) -> Any:
-        with jax.set_mesh(mesh):
-            return run(*args)
 
-    trainer.compiled_run = run_on_mesh
+def _on_mesh(mesh: Any, run: Callable[..., Any], *args: Any) -> Any:
+    with jax.set_mesh(mesh):
+        return run(*args)
 
 
 def _shardings(mesh: Any, state: TrainState) -> Any:

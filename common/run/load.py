@@ -17,7 +17,7 @@ from common.errors import UserError, one_line
 from common.networks import Memory
 
 from common.run.checkpoint import Checkpoints, go_on_from, restore_state
-from common.run.cli import LoggingOptions, RunOptions
+from common.run.cli import ExplorerOptions, LoggingOptions, RunOptions
 from common.run.config import field_values, read_object
 from common.run.trainer import Trainer
 
@@ -122,7 +122,9 @@ def _config(config_class: Any, folder: Path, saved: dict[str, Any], changes: dic
     """Return the Config that a run folder was trained with, but for some changes."""
     path, names = folder / "config.json", config_class.__dataclass_fields__
     flags = {name: value for name, value in saved.items() if name not in ("algo", "version")}
-    values = field_values(flags, (config_class, LoggingOptions, RunOptions), str(path))
+    values = field_values(
+        flags, (config_class, LoggingOptions, RunOptions, ExplorerOptions), str(path)
+    )
     missing = [name for name in (*names, "num_seeds") if name not in values]
     if missing:
         raise UserError(f"{path} lacks the entry {missing[0]!r}; give a run folder as it was left")

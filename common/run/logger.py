@@ -56,8 +56,8 @@ def log_points(
         start: the start of the interval.
         logs: what "collect" shows besides env steps a second, and the mean raw return and length of
             the games finished in the interval.
-        metrics: sums over the updates of the interval. A name that begins with charts/ is a count
-            and shown as it is, any other as losses/NAME, its mean over "charts/updates".
+        metrics: sums over the updates of the interval. A name with a slash, such as charts/updates,
+            is a count and shown as it is, any other as losses/NAME, its mean over "charts/updates".
         divisors: the counts by which to divide instead, for metrics that not every update has.
 
     Where the arrays have an axis of seeds, env steps a second are those of all seeds, the deviation
@@ -93,7 +93,7 @@ def _finished_games(summary: EpisodeSummary) -> dict[str, float]:
 def _means_of_updates(metrics: dict[str, Any], divisors: Mapping[str, str]) -> dict[str, float]:
     """Return the counts among summed metrics, and the others as means of what was counted."""
     sums = {name: np.mean(value) for name, value in jax.device_get(metrics).items()}
-    counts = {name: float(sum_) for name, sum_ in sums.items() if name.startswith("charts/")}
+    counts = {name: float(sum_) for name, sum_ in sums.items() if "/" in name}
     means = {}
     for name in (name for name in sums if name not in counts):
         if count := counts[divisors.get(name, "charts/updates")]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from common.errors import UserError, one_line
 from common.run import cli, threads
 from common.run.checkpoint import Checkpoints, checkpointer, resume
 from common.run.config import read_object
-from common.run.devices import shard_over_devices
+from common.run.devices import learner_on_devices, shard_over_devices
 from common.run.evaluator import episodes, evaluator, shown_return, still_running
 from common.run.folder import config_flags, difference, hold, write_config
 from common.run.logger import (
@@ -39,7 +40,7 @@ from common.run.logger import (
     video_path,
 )
 from common.run.seeds import batch_seeds, state_of_seed
-from common.run.trainer import Call, Presets, RunConfig, Trainer, start
+from common.run.trainer import Call, Learner, Presets, RunConfig, Trainer, start
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -76,6 +77,7 @@ class _Run:
     ) -> None:
         self.trainer_class, self.num_cores = trainer_class, num_cores
         self.config, self.run, self.logging = options.config, options.run, options.logging
+        self.explorers = options.explorers
         self.source = Path(sys.modules[type(self.config).__module__].__file__ or "")
         self.algo = self.source.stem
         self.console = make_console()
@@ -92,24 +94,51 @@ class _Run:
     def execute(self, received: list[signal.Signals]) -> int:
         """Do all of it, unless a signal is `received` on the way; return the exit code."""
         self._check_before_start()
+        with contextlib.ExitStack() as stack:
+            if self.explorers.explorers:
+                from common.run.explorers import connected
+
+                stack.enter_context(connected(self.explorers))
+            return self._execute(received)
+
+    def _execute(self, received: list[signal.Signals]) -> int:
         self._choose_device()
         trainer = self._make_trainer()
         if self.run.resume:
             self._resume(trainer)
-        if self.run.num_devices > 1:
+        if self.run.num_devices > 1 and not self.explorers.explorers:
             shard_over_devices(trainer, self.run.num_devices)
         try:
-            self._train(trainer, received)
+            with self._exploring(trainer, received):
+                self._train(trainer, received)
             if not received:
                 self._report(trainer)
         except UserError as error:
             where = f"; run folder: {self._folder}" if self._folder else ""
-            raise UserError(f"{error}{where}") from error
+            raise type(error)(f"{error}{where}") from error
         if not received:
             return 0
         hint = f"go on with --resume {self._folder}" if self._folder else "nothing was learned yet"
         self.console.print(f"stopped by {received[0].name}; {hint}")
         return 128 + received[0]
+
+    @contextlib.contextmanager
+    def _exploring(
+        self, trainer: Trainer, received: list[signal.Signals]
+    ) -> Generator[None, None, None]:
+        """Let Explorers collect, if there are any."""
+        if not self.explorers.explorers:
+            yield
+            return
+        from common.run.explorers import Explorers
+
+        learner = cast(Learner, trainer)  # as `_check_explorers` found
+        count = self.run.num_devices
+        learn = learner_on_devices(learner, count) if count > 1 else None
+        explorers = Explorers(learner, self.explorers, self.console.print, received, learn)
+        with contextlib.closing(explorers):
+            trainer.compiled_run = explorers.run
+            yield
 
     def _resume(self, trainer: Trainer) -> None:
         resume(trainer, self.folder() / "checkpoints", self.console.print)
@@ -157,7 +186,8 @@ class _Run:
         for name in ("config", "resume", "debug"):
             del run[name]
         trained = config_flags(self.algo, self.config, self.run.num_seeds)
-        return trained | dataclasses.asdict(self.logging) | run
+        explorers = dataclasses.asdict(self.explorers)
+        return trained | dataclasses.asdict(self.logging) | run | explorers
 
     def _describe(self) -> str:
         device = jax.devices()[0]
@@ -178,10 +208,23 @@ class _Run:
             self._lock = hold(Path(self.run.resume))
         else:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
+        if self.explorers.explorers:
+            self._check_explorers()
         if self.run.num_seeds > 1 and self.run.num_devices > 1:
             raise UserError("--num-seeds and --num-devices cannot go together; leave one out")
         if self.logging.track and self.logging.wandb_mode == "online":
             _check_wandb_login()
+
+    def _check_explorers(self) -> None:
+        if not hasattr(self.trainer_class, "collect_trajectory"):
+            raise UserError(
+                f"{self.algo} takes no --explorers: it collects and learns in turn, step by step; "
+                "try apex_dqn.py, impala.py or ppo.py"
+            )
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("--explorers are actors of Ray; pip install 'quartet-rl[distributed]'")
+        if self.run.num_seeds > 1:
+            raise UserError("--num-seeds and --explorers cannot go together; leave one out")
 
     def _choose_device(self) -> None:
         platforms = {"auto": None, "cpu": "cpu", "gpu": "cuda"}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from jax import Array
 
 from common.envs import Env, EnvConfig, EnvState
+from common.rollout import Trajectory
 
 if TYPE_CHECKING:
     from common.run.evaluator import Evaluator
@@ -111,6 +112,38 @@ class Trainer(Protocol):
 
     def run_iterations(self, state: Any, num_iterations: Any) -> tuple[Any, dict[str, Array]]:
         """(collect, learn) × num_iterations; traceable."""
+
+
+class LearnerConfig(RunConfig, Protocol):
+    """The fields that Explorers need besides."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each environment in a trajectory."""
+
+
+class Learner(Trainer, Protocol):
+    """A Trainer whose collecting and learning can be done in different processes."""
+
+    on_policy: ClassVar[bool]  # each update is of rollouts of the newest policy
+
+    @property
+    def config(self) -> LearnerConfig:
+        """The hyper-parameters."""
+
+    def zero_metrics(self, state: Any) -> dict[str, Array]:
+        """Return the zeros that metrics are added to; traceable."""
+
+    def collect_trajectory(self, state: Any) -> tuple[Any, Trajectory, Array]:
+        """Return the state behind a trajectory, it, and whether it is whole; traceable.
+
+        Needs neither the optimizer's state nor a replay buffer.
+        """
+
+    def learn_trajectory(
+        self, state: Any, metrics: dict[str, Array], trajectory: Trajectory
+    ) -> tuple[Any, dict[str, Array]]:
+        """Learn from a trajectory, and add to the metrics; traceable."""
 
 
 Call = Callable[[Trainer], Generator[dict, None, None]]

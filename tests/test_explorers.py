@@ -1,0 +1,137 @@
+"""Explorers: exact counts, policy lag, and what happens when they die, hang or raise."""
+
+import os
+import signal
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from algos import impala, ppo
+
+from common.run.cli import ExplorerOptions
+from common.run.explorers import ExplorerFailure, Explorers, _Slots, connected
+
+SMALL = impala.Config(
+    env_id="gymnax/CartPole-v1",
+    num_envs=4,
+    num_steps=16,
+    total_timesteps=64_000,
+    log_frequency=1_280,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Generator[None, None, None]:
+    """Ray on this machine, for all tests of the file."""
+    with connected(ExplorerOptions(explorers=4)):
+        yield
+
+
+class Run:
+    """A Trainer in the hands of Explorers, driven log point by log point."""
+
+    def __init__(self, module: Any, config: Any, **options: Any) -> None:
+        self.trainer = module.Trainer(config)
+        self.said: list[str] = []
+        options = {"explorers": 2, "explorer_timeout": 5.0} | options
+        self.explorers = Explorers(self.trainer, ExplorerOptions(**options), self.said.append)
+        self.trainer.compiled_run = self.explorers.run
+        self._log_points = (x for x in self.trainer() if x["log_type"] == "train")
+
+    def next(self) -> tuple[int, dict[str, float]]:
+        """Return step and figures of the next log point."""
+        log_data = next(self._log_points)
+        return log_data["sample_step"], log_data["logs"]
+
+    def finish(self) -> list[tuple[int, dict[str, float]]]:
+        return [(x["sample_step"], x["logs"]) for x in self._log_points]
+
+    def kill(self, number: int) -> None:
+        os.kill(self.explorers.places[number][1], signal.SIGKILL)
+
+    def close(self) -> None:
+        self._log_points.close()
+        self.explorers.close()
+
+
+def test_slots_cover_every_step_once_and_again_what_was_lost():
+    slots = _Slots(first=32, size=16, total=100)
+    assert [slots.take() for _ in range(3)] == [32, 48, 64]
+    slots.give_back(48)
+    slots.give_back(32)
+    assert [slots.take() for _ in range(4)] == [32, 48, 80, 96]
+    assert slots.is_empty()
+    slots.give_back(96)
+    assert not slots.is_empty() and slots.take() == 96
+
+
+def test_killed_explorers_come_back_and_every_step_counts_once(cluster):
+    with closing(Run(impala, replace(SMALL, total_timesteps=64_040))) as run:
+        step, logs = run.next()
+        assert step == 1_280 and logs["charts/updates"] == 20
+        run.kill(0)
+        start = time.monotonic()
+        while not any("explorer 0 was lost" in line for line in run.said):
+            run.next()
+        assert time.monotonic() - start < 10
+        while run.explorers.places[0] is None:
+            run.next()
+        run.kill(0)
+        run.kill(1)
+        rest = run.finish()
+        # 64,040 env steps are 1,000 trajectories of 4 x 16 and a rest of 40.
+        assert rest[-1][0] == int(run.trainer.state.step) == 64_040
+        assert rest[-1][1]["explorers/restarts"] >= 3
+
+
+def failing(**env_kwargs: Any) -> Any:
+    """A small run on an environment with a fault."""
+    flags = tuple(f"{name}={value}" for name, value in env_kwargs.items())
+    env = {"env_id": "Failing-v0", "env_module": "failing_envs", "env_kwargs": flags}
+    return replace(SMALL, total_timesteps=6_400, **env)
+
+
+def test_an_explorer_that_hangs_is_replaced(cluster, tmp_path):
+    config = failing(fault="hang", once=tmp_path / "hung")
+    with closing(Run(impala, config, explorer_timeout=2.0)) as run:
+        assert run.finish()[-1][0] == 6_400
+        assert sum("did not answer for 2 s" in line for line in run.said) == 1
+
+
+def test_an_explorer_that_raises_is_reported_once_and_ends_the_run(cluster):
+    with closing(Run(impala, failing(fault="raise"), explorers=1, max_explorer_restarts=1)) as run:
+        with pytest.raises(ExplorerFailure, match="explorer 0 raised an error, after 1 restarts"):
+            run.finish()
+        assert sum("the maze fell down" in line for line in run.said) == 1, run.said
+        assert "failing_envs.py" in run.said[0] and run.said[0].startswith("explorer 0 raised")
+        # At its step 100 it had made 6 whole trajectories of 16 steps, each time.
+        assert int(run.trainer.state.step) == 2 * 6 * 64
+        assert ExplorerFailure.exit_code == 1
+
+
+def test_on_policy_explorers_share_the_environments_and_wait_for_each_other(cluster):
+    config = ppo.Config(env_id="gymnax/CartPole-v1", total_timesteps=5_000, log_frequency=1_024)
+    with closing(Run(ppo, config)) as run:
+        log_points = run.finish()
+    # 5,000 env steps are 9 rollouts of 4 x 128 and a rest of 392.
+    assert [step for step, _ in log_points] == [1_024, 2_048, 3_072, 4_096, 5_000]
+    assert sum(logs["charts/updates"] for _, logs in log_points) == 9 * 4 * 4
+    assert all(logs["explorers/policy_lag"] == 0 for _, logs in log_points)
+    last = log_points[-1][1]
+    assert last["explorers/SPS_0"] == last["explorers/SPS_1"] > 0
+
+
+def test_the_lag_is_bounded_by_what_is_in_flight(cluster):
+    lags = {}
+    for in_flight in (1, 8):
+        with closing(
+            Run(impala, replace(SMALL, total_timesteps=12_800), in_flight=in_flight)
+        ) as run:
+            log_points = run.finish()
+        lags[in_flight] = log_points[-1][1]["explorers/policy_lag"]
+        assert all(logs["explorers/megabytes"] > 0 for _, logs in log_points)
+    assert lags[1] == 0 and lags[8] > 2
