@@ -256,7 +256,7 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect rollouts and learn from them in one compiled program."""
 
-    on_policy = True  # Explorers wait for each other: every rollout is of the newest policy
+    pace = "synchronous"  # of Explorers: every rollout is of the newest policy
 
     def __init__(self, config: Config = Config()):
         self.config = config

@@ -266,7 +266,7 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect trajectories and learn from them in one compiled program."""
 
-    on_policy = False  # Explorers do not wait: V-trace corrects for a policy that has moved on
+    pace = "asynchronous"  # of Explorers: V-trace corrects for a policy that has moved on
 
     def __init__(self, config: Config = Config()):
         self.config = config

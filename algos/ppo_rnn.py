@@ -312,7 +312,7 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect rollouts and learn from them in one compiled program."""
 
-    on_policy = True  # Explorers wait for each other: every rollout is of the newest policy
+    pace = "synchronous"  # of Explorers: every rollout is of the newest policy
 
     def __init__(self, config: Config = Config()):
         self.config = config
@@ -412,7 +412,7 @@ class Trainer:
         """The epochs on a rollout (Algorithm 1), of which target_kl may leave out the last."""
         config = self.config
         key, shuffle_key = jax.random.split(state.key)
-        learner, batch = self.agent.prepare(state.learner, *trajectory)
+        learner, batch = self.agent.prepare(state.learner, *trajectory[:4])
         size = len(batch.weight)
         rows = shuffled_rows(shuffle_key, config.update_epochs, config.num_minibatches, size)
 

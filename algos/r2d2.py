@@ -32,7 +32,8 @@ from common.errors import UserError
 from common.exploration import random_action
 from common.networks import MLP, Encoder, Memory, RecurrentCore, initial_core
 from common.ranges import Fraction, NonNegative, Positive
-from common.replay import Replay, ReplayState, Sequences, Transition
+from common.replay import Replay, ReplayState, Sequences, Transition, interrupt
+from common.rollout import Trajectory, collect_rollout
 from common.schedules import count_events
 from common.targets import n_step_rescaled_return, value_unrescale
 
@@ -76,6 +77,7 @@ class Config:
     evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.001
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 40  # env steps between two updates
+    num_steps: Positive[int] = 40  # steps of each environment that an Explorer sends at once
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -241,8 +243,13 @@ class Agent:
     def __init__(self, config: Config, algorithm: Algorithm):
         self.config = config
         self.algorithm = algorithm
-        share = jnp.arange(config.num_envs) / max(1, config.num_envs - 1)  # [N] from 0 to 1
-        self.epsilon = config.base_epsilon ** (1 + config.epsilon_exponent * share)  # [N]
+        self.spread_exploration(0, config.num_envs)
+
+    def spread_exploration(self, first: int, total: int) -> None:
+        """Let the environments be the numbers first, first + 1, ... of `total` (not traceable)."""
+        number = first + jnp.arange(self.config.num_envs)  # [N]
+        share = number / max(1, total - 1)  # [N] from 0 to 1
+        self.epsilon = self.config.base_epsilon ** (1 + self.config.epsilon_exponent * share)  # [N]
 
     def predict(
         self, state: LearnerState, obs: Any, key: Array, memory: Memory
@@ -293,6 +300,8 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect, store, sample, learn and sync in one compiled program."""
 
+    pace = "in_step"  # of Explorers: each lane of the buffer stays in time order
+
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
@@ -342,37 +351,73 @@ class Trainer:
         self, state: TrainState, num_iterations: int
     ) -> tuple[TrainState, dict[str, Array]]:
         """(collect, learn, sync) × num_iterations, or until an environment fails."""
-        config = self.config
 
         def goes_on(carry: tuple) -> Array:
             iteration, state, _ = carry
             return (iteration < num_iterations) & self.env.is_sound(state.env)
+
+        def iterate(carry: tuple) -> tuple:
+            iteration, state, metrics = carry
+            state, transition = self._run_collect(state)
+            return iteration + 1, *self._learn_row(state, metrics, transition)
+
+        state = state._replace(env=self.env.reset_summary(state.env))
+        carry = 0, state, self.zero_metrics(state)
+        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
+        return state, metrics
+
+    def zero_metrics(self, state: TrainState) -> dict[str, Array]:
+        """The zeros that metrics are added to, derived from what an update returns."""
+        _, metrics = jax.eval_shape(self._run_train, state)
+        return optax.tree.zeros_like(metrics)
+
+    def collect_trajectory(self, state: TrainState) -> tuple[TrainState, Trajectory, Array]:
+        """What an Explorer does for `learn_trajectory`: some rows, and whether all were made."""
+        steps_left = (self.config.total_timesteps - state.step) // self.config.num_envs
+        state, rollout, is_complete = collect_rollout(
+            self.env, self._run_collect, state, self.config.num_steps, steps_left
+        )
+        return state, Trajectory(rollout, state.env.obs), is_complete
+
+    def learn_trajectory(
+        self, state: TrainState, metrics: dict[str, Array], trajectory: Trajectory
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Learn from an Explorer's rows [T, N] in turn; `state.step` counts all of them."""
+        num_steps, num_envs = trajectory.rollout.valid.shape
+        first = state.step - num_steps * num_envs
+
+        def learn_row(t: Array, carry: tuple) -> tuple:
+            state, metrics = carry
+            row = jax.tree.map(lambda x: x[t], trajectory.rollout)
+            state = state._replace(step=first + (t + 1) * num_envs)
+            return self._learn_row(state, metrics, row)
+
+        replay = interrupt(state.replay, trajectory.is_new)
+        return lax.fori_loop(0, num_steps, learn_row, (state._replace(replay=replay), metrics))
+
+    def _learn_row(
+        self, state: TrainState, metrics: dict[str, Array], row: Transition
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """Store the rows [N] of a vector step; make the updates that are due by then."""
+        config = self.config
 
         def train(_: Array, carry: tuple) -> tuple:
             state, metrics = carry
             state, new_metrics = self._run_train(state)
             return state, jax.tree.map(jnp.add, metrics, new_metrics)
 
-        def iterate(carry: tuple) -> tuple:
-            iteration, state, metrics = carry
-            previous = state.step
-            state = self._run_collect(state)
-            due = partial(count_events, previous, state.step, config.learning_starts)
-            num_updates = due(config.train_frequency)
-            state, metrics = lax.fori_loop(0, num_updates, train, (state, metrics))
-            num_syncs = due(config.target_network_frequency)
-            state = lax.fori_loop(0, num_syncs, self._run_sync, state)
-            metrics["charts/target_updates"] += num_syncs
-            return iteration + 1, state, metrics
-
-        state = state._replace(env=self.env.reset_summary(state.env))
-        _, metrics = jax.eval_shape(self._run_train, state)
-        carry = 0, state, optax.tree.zeros_like(metrics)
-        _, state, metrics = lax.while_loop(goes_on, iterate, carry)
+        state = state._replace(replay=self.replay.add(state.replay, row))
+        previous = state.step - config.num_envs
+        due = partial(count_events, previous, state.step, config.learning_starts)
+        num_updates = due(config.train_frequency)
+        state, metrics = lax.fori_loop(0, num_updates, train, (state, metrics))
+        num_syncs = due(config.target_network_frequency)
+        state = lax.fori_loop(0, num_syncs, self._run_sync, state)
+        metrics["charts/target_updates"] += num_syncs
         return state, metrics
 
-    def _run_collect(self, state: TrainState) -> TrainState:
-        """One vector step: act, step the environments, store."""
+    def _run_collect(self, state: TrainState) -> tuple[TrainState, Transition]:
+        """One vector step: act, step the environments."""
         key, action_key = jax.random.split(state.key)
         obs = state.env.obs  # [N, *obs]
         memory = Memory(state.core, ~state.env.ended)
@@ -387,9 +432,8 @@ class Trainer:
             valid=memory.valid,
             extras=state.core,
         )
-        replay = self.replay.add(state.replay, transition)
         step = state.step + self.config.num_envs
-        return state._replace(env=env, core=core, replay=replay, key=key, step=step)
+        return state._replace(env=env, core=core, key=key, step=step), transition
 
     def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         """One update on a batch of sequences from replay."""

@@ -47,7 +47,7 @@ class TrainState(NamedTuple):
 class Trainer:
     """Collects zeros, and adds them up."""
 
-    on_policy = False
+    pace = "asynchronous"
 
     def __init__(self, config: Config):
         self.config = config

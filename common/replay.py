@@ -457,15 +457,17 @@ def _free_bytes() -> int | None:
     return next((1024 * int(number) for number in kilobytes), None)
 
 
-def interrupt(state: ReplayState) -> ReplayState:
-    """Mark that the rows written next do not continue the newest row of each lane.
+def interrupt(state: ReplayState, lanes: Any = True) -> ReplayState:
+    """Mark that the rows written next do not continue the newest row of `lanes`, a mask [N] or all.
 
     Its reward goes too: it may be the NaN that stopped a run.
     """
     storage = state.storage
     newest = (state.position - 1) % len(storage.valid)
+    valid = jnp.where(lanes, False, storage.valid[newest])  # [N]
+    reward = jnp.where(lanes, 0.0, storage.reward[newest])  # [N]
     storage = storage._replace(
-        valid=storage.valid.at[newest].set(False), reward=storage.reward.at[newest].set(0.0)
+        valid=storage.valid.at[newest].set(valid), reward=storage.reward.at[newest].set(reward)
     )
     return state._replace(storage=storage)
 

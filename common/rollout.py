@@ -46,6 +46,7 @@ class Trajectory(NamedTuple):
     last_obs: Any  # [N, *obs] after the last row
     last: Any = ()  # networks.Memory behind the last row, for a policy that has one
     core: Any = ()  # [N, ...] recurrent state before the first row
+    is_new: Any = ()  # [N] of an Explorer: False where the rows go on from its last trajectory
 
 
 class TargetBatch(NamedTuple):

@@ -29,6 +29,7 @@ SMALL = Config(
     core_size=8,
     base_epsilon=0.4,
     train_frequency=20,
+    num_steps=20,
 )
 
 
@@ -46,7 +47,8 @@ def acted(trainer: Trainer) -> tuple[Any, np.ndarray]:
     def collect(state: Any) -> tuple[Any, jax.Array]:
         memory = Memory(state.core, ~state.env.ended)
         q_values, _ = trainer.agent.step(state.learner, state.env.obs, memory)
-        return trainer._run_collect(state), q_values
+        state, row = trainer._run_collect(state)
+        return state._replace(replay=trainer.replay.add(state.replay, row)), q_values
 
     for _ in range(60):
         state, now = collect(state)
@@ -180,6 +182,33 @@ def test_runs_on_atari_with_the_preset():
     assert trainer.state.replay.storage.extras[0].shape == (50, 2, 8)
     log_data = list(trainer())
     assert log_data[-1]["logs"]["charts/updates"] == 2
+
+
+def test_rows_of_explorers_are_stored_and_learned_from_like_our_own(trainer):
+    """The same buffer before the first update, and as many updates; new episodes cut a lane."""
+    num_steps = SMALL.num_steps
+    collect, learn = jax.jit(trainer.collect_trajectory), jax.jit(trainer.learn_trajectory)
+    run = jax.jit(trainer.run_iterations)
+    never = jnp.zeros(SMALL.num_envs, bool)
+    state = ours = trainer.state
+    metrics, updates = trainer.zero_metrics(state), 0
+    for count in range(3):
+        state, trajectory, is_complete = collect(state)
+        assert is_complete
+        state, metrics = learn(state, metrics, trajectory._replace(is_new=never))
+        ours, our_metrics = run(ours, num_steps)
+        updates += int(our_metrics["charts/updates"])
+        if count == 0:
+            assert updates == 0
+            jax.tree.map(np.testing.assert_array_equal, state.replay, ours.replay)
+    assert int(metrics["charts/updates"]) == updates > 0
+    assert int(state.step) == int(ours.step) == 3 * num_steps * SMALL.num_envs
+    newest = (int(state.replay.position) - 1) % trainer.replay.num_rows
+    valid = state.replay.storage.valid[newest]
+    state, trajectory, _ = collect(state)
+    state, _ = learn(state, metrics, trajectory._replace(is_new=never.at[0].set(True)))
+    expected = valid.at[0].set(False)
+    np.testing.assert_array_equal(state.replay.storage.valid[newest], expected)
 
 
 @pytest.mark.learning

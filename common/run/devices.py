@@ -53,7 +53,7 @@ def learner_on_devices(trainer: Learner, num_devices: int) -> Callable[..., Any]
     replicated = NamedSharding(mesh, PartitionSpec())
     rows = NamedSharding(mesh, PartitionSpec(None, DATA_AXIS))  # [T, N, ...]
     others = NamedSharding(mesh, PartitionSpec(DATA_AXIS))  # [N, ...]
-    trajectory: Any = Trajectory(rows, others, others, others)  # type: ignore
+    trajectory: Any = Trajectory(rows, others, others, others, others)  # type: ignore
     state = _shardings(mesh, trainer.state)._replace(env=replicated)
     trainer.state = jax.device_put(trainer.state, state)
     learn = jax.jit(

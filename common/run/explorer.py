@@ -55,7 +55,9 @@ class Explorer:
         self.trainer = module.Trainer(module.Config(**plan.config | {"seed": seed}))
         if hasattr(self.trainer.agent, "spread_exploration"):
             num_envs = plan.config["num_envs"]
-            self.trainer.agent.spread_exploration(number * num_envs, plan.num_explorers * num_envs)
+            total = plan.num_explorers * num_envs
+            self.trainer.agent.spread_exploration(number * num_envs, total)
+        self._is_new = True
         learner = self.trainer.state.learner
         self._make_learner = type(learner)
         self._state = _without_learner(self.trainer.state)
@@ -72,11 +74,16 @@ class Explorer:
         self._state, trajectory, is_complete = self._compiled(*args)
         self.trainer.env.check(self._state.env)
         return Collected(
-            trajectory=jax.device_get(trajectory) if is_complete else None,
+            trajectory=self._sendable(trajectory) if is_complete else None,
             summary=jax.device_get(self._state.env.summary),
             num_steps=int(self._state.step) - step,
             version=version,
         )
+
+    def _sendable(self, trajectory: Any) -> Any:
+        is_new = np.full(self.trainer.config.num_envs, self._is_new)
+        self._is_new = False
+        return jax.device_get(trajectory)._replace(is_new=is_new)
 
     def _collect(self, state: Any, weights: dict[str, Any], step: Any) -> tuple:
         learner = self._make_learner(**weights, opt_state=())

@@ -46,9 +46,7 @@ class ExplorerFailure(UserError):
 class Explorers:
     """The Explorers of a Trainer; `run` stands in for its `compiled_run`.
 
-    A file whose Trainer is `on_policy` spreads its `num_envs` environments over the Explorers, and
-    each update is of one trajectory of each of them, all of the newest policy. Any other has
-    `num_envs` environments in every Explorer, and learns from what arrives first.
+    How they keep pace is the Trainer's to say, see `trainer.Learner`.
     """
 
     def __init__(
@@ -73,13 +71,14 @@ class Explorers:
         """
         self.trainer, self.options = trainer, options
         count, num_envs = options.explorers, trainer.config.num_envs
-        self._group_size = count if trainer.on_policy else 1
+        self._group_size = 1 if trainer.pace == "asynchronous" else count
         if num_envs % self._group_size:
             raise UserError(
                 f"--explorers {count} does not divide --num-envs {num_envs}, which are shared out "
                 "among them; use a divisor"
             )
-        most = count if trainer.on_policy else options.in_flight or 2 * count
+        self._is_synchronous = trainer.pace == "synchronous"
+        most = count if self._is_synchronous else options.in_flight or 2 * count
         slots = self._all_slots()
         self._pool = _Pool(_plan(trainer, count), slots, most, options, say, received)
         self._version = 0  # of the parameters: how many times they have learned
@@ -111,7 +110,7 @@ class Explorers:
                 step += sum(collected.num_steps for collected in group)
                 state = state._replace(step=np.int32(step))
                 tally.add(group, self._version, self._pool.depth)
-                if all(collected.trajectory for collected in group):
+                if all(collected.trajectory is not None for collected in group):
                     trajectory = _side_by_side([collected.trajectory for collected in group])
                     state, metrics = self._learn(state, metrics, trajectory)
                     self._version += 1
@@ -129,7 +128,7 @@ class Explorers:
 
     @property
     def _publish_frequency(self) -> int:
-        return 1 if self.trainer.on_policy else self.options.publish_frequency
+        return 1 if self._is_synchronous else self.options.publish_frequency
 
     def _all_slots(self) -> list["_Slots"]:
         """Return the slots of each Explorer: its own, or the same object for all."""
@@ -137,7 +136,7 @@ class Explorers:
         share = self._group_size
         size = config.num_envs // share * config.num_steps
         first, total = int(self.trainer.state.step) // share, config.total_timesteps // share
-        if self.trainer.on_policy:
+        if share > 1:
             return [_Slots(first, size, total) for _ in range(count)]
         return [_Slots(first, size, total)] * count
 
@@ -146,7 +145,7 @@ def _plan(trainer: Learner, count: int) -> Plan:
     """Return what an Explorer is built from."""
     config, path = trainer.config, Path(inspect.getfile(type(trainer).collect_trajectory))
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    if trainer.on_policy:
+    if trainer.pace != "asynchronous":
         fields["num_envs"] //= count
         fields["total_timesteps"] //= count
     if "buffer_size" in fields:  # an Explorer has a Trainer's buffer for a moment
@@ -280,21 +279,30 @@ class _Pool:
         self._weights, self.version = self._ray.put(jax.device_get(weights)), version
 
     def next_group(self, size: int) -> list[Collected]:
-        """Wait for the next trajectories; [] after a signal.
+        """Wait for the next trajectories, each of another Explorer; [] after a signal.
 
         Raises:
             ExplorerFailure: an Explorer failed too often.
         """
         self._receive(timeout=0)
-        while len(self._answers) < size:
+        while len(group := self._oldest(size)) < size:
             if self.received:
                 return []
             self._receive(timeout=POLL_SECONDS)
-        group = [self._answers.popleft() for _ in range(size)]
+        taken = set(map(id, group))
+        self._answers = deque(answer for answer in self._answers if id(answer) not in taken)
         for member, collected in group:
             member.unlearned -= 1
             member.num_steps += collected.num_steps
-        return [collected for _, collected in sorted(group, key=lambda pair: pair[0].number)]
+        return [collected for _, collected in sorted(group, key=lambda answer: answer[0].number)]
+
+    def _oldest(self, size: int) -> list[tuple[_Member, Collected]]:
+        """Return the first answers of up to `size` Explorers."""
+        first: dict[int, tuple[_Member, Collected]] = {}
+        for answer in self._answers:
+            if len(first) < size:
+                first.setdefault(answer[0].number, answer)
+        return list(first.values())
 
     def logs(self, seconds: float) -> dict[str, float]:
         """Return the env steps a second of each Explorer since the last call, and all restarts."""

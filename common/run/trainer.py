@@ -125,7 +125,11 @@ class LearnerConfig(RunConfig, Protocol):
 class Learner(Trainer, Protocol):
     """A Trainer whose collecting and learning can be done in different processes."""
 
-    on_policy: ClassVar[bool]  # each update is of rollouts of the newest policy
+    # How Explorers keep pace with the Learner. "synchronous": they share out the environments, and
+    # it learns from a trajectory of each, side by side, all of the newest policy. "in_step": the
+    # same, of the policies that they had. "asynchronous": each has num_envs environments, and it
+    # learns first from what arrives first.
+    pace: ClassVar[str]
 
     @property
     def config(self) -> LearnerConfig:
