@@ -55,7 +55,7 @@ class Config:
     seed: NonNegative[int] = 1  # seed of networks, exploration, sampling and environments
     total_timesteps: Positive[int] = 500_000  # env steps over all envs; a multiple of num_envs
     log_frequency: Positive[int] = 10_000  # env steps between log points, rounded up to rollouts
-    learning_rate: Positive[float] = 1e-4  # step size of RMSProp
+    learning_rate: Positive[float] = 1e-3  # step size of RMSProp
     rmsprop_epsilon: Positive[float] = 0.01  # what RMSProp adds to the variance of gradients
     max_grad_norm: Positive[float] = 40.0  # longest gradient; longer ones are scaled down to it
     num_steps: Positive[int] = 50  # steps of each environment in a trajectory
@@ -69,7 +69,7 @@ class Config:
     target_network_frequency: Positive[int] = 500  # env steps between two target updates
     batch_size: Positive[int] = 128  # transitions in a minibatch
     base_epsilon: Fraction = 0.1  # ε, that of the first environment; 0.4 in the paper
-    epsilon_exponent: NonNegative[float] = 7.0  # α: the last environment explores with ε^(1 + α)
+    epsilon_exponent: NonNegative[float] = 1.0  # α: the last one's is ε^(1 + α); 7 in the paper
     evaluation_epsilon: Fraction = 0.0  # ε in evaluation
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 10  # env steps between two updates
@@ -93,6 +93,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "target_network_frequency": 160_000,
         "batch_size": 512,
         "base_epsilon": 0.4,
+        "epsilon_exponent": 7.0,
         "evaluation_epsilon": 0.001,
         "learning_starts": 50_000,
         "train_frequency": 64,
