@@ -2,15 +2,15 @@
 
 Horgan et al. 2018, https://arxiv.org/abs/1803.00933      Docs: docs/algorithms/apex_dqn.md
 
-    Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a')                  value
-    G_t  = Σ_{k<n} γᵏ r_{t+k} + γⁿ (1 - terminated)
-           Q(s_{t+n}, argmax_a Q(s_{t+n}, a; θ); θ⁻)             td_target, td_error
-    L(θ) = E[w ½ (G_t - Q(s_t, a_t; θ))²]                        loss_fn
-    p    = |δ_t| + 10⁻⁶,  δ_t = G_t - Q(s_t, a_t; θ)             collect_trajectory, _run_train
-    P(i) = p_i^α / Σ_k p_k^α,  w_i = (M P(i))^-β / max_j w_j     _run_train
-    θ⁻   = τ θ + (1 - τ) θ⁻                                      sync_target
-    ε_i  = ε^(1 + α i / (N - 1)),  of environment i              spread_exploration
-    a    = argmax_a Q(s, a; θ), or uniform with probability ε_i  epsilon_greedy
+    Q(s, a) = V(s) + A(s, a) - mean_a' A(s, a')                    value
+    G_t  = Σ_{k<n} γᵏ r_{t+k} + γⁿ (1 - terminated) Q(s', a*; θ⁻)  td_target, td_error
+    a*   = argmax_a Q(s', a; θ),  s' = s_{t+n}                     td_target, td_error
+    L(θ) = E[w ½ (G_t - Q(s_t, a_t; θ))²]                          loss_fn
+    p    = |δ_t| + 10⁻⁶,  δ_t = G_t - Q(s_t, a_t; θ)               collect_trajectory, _run_train
+    P(i) = p_i^α / Σ_k p_k^α,  w_i = (M P(i))^-β / max_j w_j       _run_train
+    θ⁻   = τ θ + (1 - τ) θ⁻                                        sync_target
+    ε_i  = ε^(1 + α i / (N - 1)),  of environment i                spread_exploration
+    a    = argmax_a Q(s, a; θ), or uniform with probability ε_i    epsilon_greedy
 """
 
 from collections.abc import Generator
@@ -44,7 +44,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; for CartPole-v1, and in `atari` those of the paper's appendix C."""
+    """Hyper-parameters; for CartPole-v1, and in `atari` nearly those of the paper."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -210,7 +210,7 @@ class Agent:
         self.spread_exploration(0, config.num_envs)
 
     def spread_exploration(self, first: int, total: int) -> None:
-        """Let the environments explore as the numbers first, first + 1, ... of `total`."""
+        """Let the environments be the numbers first, first + 1, ... of `total` (not traceable)."""
         number = first + jnp.arange(self.config.num_envs)  # [N]
         share = number / max(1, total - 1)  # [N] from 0 to 1
         self.epsilon = self.config.base_epsilon ** (1 + self.config.epsilon_exponent * share)  # [N]
