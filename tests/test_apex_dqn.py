@@ -168,10 +168,14 @@ def test_first_priorities_are_the_errors_that_the_learner_finds(trainer, halves)
     state, trajectory, _ = collect(state._replace(learner=learner))
     state, _ = learn(state, trainer.zero_metrics(state), trajectory)
     time, env = np.divmod(np.arange(12 * 4), 4)
-    batch = trainer.replay.gather(state.replay, time + 26, env)
-    td_target = trainer.algorithm.td_target(learner, batch)
-    _, (td_error, _) = trainer.algorithm.loss_fn(learner.params, batch, td_target)
-    is_valid = batch.weight > 0
+
+    def errors_in_replay(state):
+        batch = trainer.replay.gather(state.replay, time + 26, env)
+        td_target = trainer.algorithm.td_target(learner, batch)
+        _, (td_error, _) = trainer.algorithm.loss_fn(learner.params, batch, td_target)
+        return batch.weight > 0, td_error
+
+    is_valid, td_error = jax.jit(errors_in_replay)(state)
     assert 30 < is_valid.sum() < 48 and np.ptp(td_error) > 0.1
     first = trajectory.rollout.extras.ravel()
     np.testing.assert_allclose(first[is_valid], jnp.abs(td_error)[is_valid], rtol=1e-4, atol=1e-6)
@@ -180,13 +184,17 @@ def test_first_priorities_are_the_errors_that_the_learner_finds(trainer, halves)
 def test_an_update_sets_the_priorities_of_its_rows(trainer, halves):
     state, *_ = halves
     before = np.asarray(state.replay.priorities.tree[0])
-    new_state, metrics = jax.jit(trainer._run_train)(state)
+
+    def update_and_parts(state):
+        _, sample_key = jax.random.split(state.key)
+        batch = trainer.replay.sample(state.replay, sample_key, 16, 0.4)
+        _, td_error, _ = trainer.algorithm.learn(state.learner, batch)
+        return trainer._run_train(state), batch, td_error
+
+    (new_state, metrics), batch, td_error = jax.jit(update_and_parts)(state)
     leaves = np.asarray(new_state.replay.priorities.tree[0])
-    _, sample_key = jax.random.split(state.key)
-    batch = trainer.replay.sample(state.replay, sample_key, 16, 0.4)
     weight = (1 / before[batch.index]) ** 0.4  # β stays what it is
     np.testing.assert_allclose(batch.weight, weight / weight.max(), rtol=1e-4)
-    _, td_error, _ = trainer.algorithm.learn(state.learner, batch)
     expected = before.copy()
     expected[batch.index] = (np.abs(td_error) + 1e-6) ** 0.6
     np.testing.assert_allclose(leaves, expected, rtol=1e-3)

@@ -705,10 +705,11 @@ def test_golden_blocks():
     replay = Replay(11, 1, 0.5, 2, 2, 1.0, block_length=5)
     assert replay.num_rows == 10
     rows = [counter_row(i, stack=[i - 1, i]) for i in range(10)]
-    state = replay.init(rows[0].obs, rows[0].action)
-    state = replay.add_block(state, stacked(rows[1:5]), jnp.array([[-3.0], [2.0], [1.0]]))
+    state, add = replay.init(rows[0].obs, rows[0].action), jax.jit(replay.add_block)
+    state = add(state, stacked(rows[1:5]), jnp.array([[-3.0], [2.0], [1.0]]))
     assert state.storage.obs.ravel().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
     assert state.storage.valid.ravel().tolist() == [*[0, 1, 1, 1, 0], *[0] * 5]
+    assert state.storage.truncated.ravel().tolist() == [*[0, 0, 0, 1, 0], *[0] * 5]
     leaves = leaves_of(replay, state).ravel()
     np.testing.assert_allclose(leaves, [*[0, 3, 2, 1, 0], *[0] * 5], rtol=2e-6)
     assert state.priorities.largest == leaves[1] and int(state.size) == int(state.position) == 5
@@ -718,7 +719,7 @@ def test_golden_blocks():
     assert batch.discount.tolist() == [0.25, 0.25, 0.5]
     assert batch.next_obs[..., 0].tolist() == [[2, 3], [3, 4], [3, 4]]
     for start in (5, 6):
-        state = replay.add_block(state, stacked(rows[start : start + 4]), jnp.ones((3, 1)))
+        state = add(state, stacked(rows[start : start + 4]), jnp.ones((3, 1)))
     assert state.storage.obs.ravel().tolist() == [5, 6, 7, 8, 9, 4, 5, 6, 7, 8]
     assert int(state.size) == 10 and int(state.position) == 5
     assert state.priorities.largest == leaves[1]  # of the block that is overwritten
