@@ -33,8 +33,9 @@ def update(tree: SumTree, index: Array, value: Array) -> SumTree:
 
 
 def update_range(tree: SumTree, start: Array, value: Array) -> SumTree:
-    """Set the leaves start, start + 1, ... to value [B]; copies of ranges take a fraction of the
-    time of as many single leaves.
+    """Set the leaves start, start + 1, ... to value [B], which must not reach beyond the last.
+
+    Slices of memory take a fraction of the time of as many single leaves.
     """
     levels = [lax.dynamic_update_slice_in_dim(tree[0], value, start, 0)]
     most = len(value)
