@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("impala", CARTPOLE | ROLLOUT),
     ("impala", PENDULUM | ROLLOUT | {"core": "lstm", "total_timesteps": 4_096}),
     ("pqn", CARTPOLE | ROLLOUT),
+    ("apex_dqn", CARTPOLE | REPLAY),
     ("ddpg", PENDULUM | REPLAY),
     ("ddpg", PENDULUM | REPLAY | NORMALIZED | {"num_envs": 4, "noise_correlation": 0.9}),
     ("td3", PENDULUM | REPLAY),

@@ -35,7 +35,7 @@ BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
 END = "<!-- end of results -->"
 ORDER = (
     *("dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51", "qr_dqn", "iqn"),
-    *("rainbow", "pqn", "r2d2"),
+    *("rainbow", "pqn", "apex_dqn", "r2d2"),
     *("ppo", "ppo_rnn", "impala", "a2c", "ddpg", "td3", "sac", "sac_discrete"),
 )
 # They do not change what a run learns, or stand in the table.

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +94,8 @@ class Replay:
             priorities are those of sequences.
         sequence_period: steps from the start of a sequence to that of the next. Only the first row
             of a sequence keeps its extras, such as a recurrent state.
+        block_length: above 1, rows are written by `add_block`, as many at once: those of a
+            trajectory, 1 behind it and frame_stack - 1 before it.
 
     Raises:
         UserError: if the capacity does not hold one sequence of returns of stacked observations.
@@ -106,6 +109,7 @@ class Replay:
     priority_exponent: float = 0.0
     sequence_length: int = 1
     sequence_period: int = 1
+    block_length: int = 1
 
     def __post_init__(self) -> None:
         if self.n_step < 1 or self.frame_stack < 1:
@@ -119,23 +123,26 @@ class Replay:
                 f"{self.sequence_period} steps leave some out; start them at least every "
                 f"{self.sequence_length}"
             )
-        period = self.sequence_period
-        rows = self.num_sequence_rows + self.frame_stack - 2 + period
-        least = -(-rows // period) * period * self.num_envs
+        rows = self.num_sequence_rows + self.frame_stack - 2 + self.sequence_period
+        least = -(-rows // self._rows_at_once) * self._rows_at_once * self.num_envs
         if self.num_rows * self.num_envs < least:
             length = self.sequence_length
             sequences = f" and sequences of {length}" if length > 1 else ""
+            blocks = f" and blocks of {self.block_length} rows" if self.block_length > 1 else ""
             raise UserError(
                 f"--buffer-size {self.capacity} is too small for --n-step {self.n_step} and "
-                f"--frame-stack {self.frame_stack}{sequences} with --num-envs {self.num_envs}; "
-                f"use at least {least}"
+                f"--frame-stack {self.frame_stack}{sequences}{blocks} with --num-envs "
+                f"{self.num_envs}; use at least {least}"
             )
 
     @property
     def num_rows(self) -> int:
-        """T, the rows of each lane, a multiple of sequence_period."""
-        period = self.sequence_period
-        return self.capacity // self.num_envs // period * period
+        """T, the rows of each lane, a multiple of sequence_period and of block_length."""
+        return self.capacity // self.num_envs // self._rows_at_once * self._rows_at_once
+
+    @property
+    def _rows_at_once(self) -> int:
+        return math.lcm(self.sequence_period, self.block_length)
 
     @property
     def num_sequence_rows(self) -> int:
@@ -188,6 +195,59 @@ class Replay:
             size=jnp.minimum(state.size + 1, self.num_rows),
             priorities=self._move_priorities(state, storage.valid),
         )
+
+    def add_block(self, state: ReplayState, block: Transition, td_error: Array) -> ReplayState:
+        """Write a trajectory over the oldest one, with the priorities |δ| + 1e-6 of its rows.
+
+        A block is complete in itself: its neighbours may come from other environments. Returns end
+        with it, and bootstrap from the observation behind it; frames that were stacked before it
+        began lie in front of it. So all of its valid rows can be drawn at once.
+
+        Args:
+            state: of a buffer whose block_length is L.
+            block: [L - frame_stack + 1, N, ...] the rows, and one more that holds only the
+                observation behind them.
+            td_error: δ [L - frame_stack, N] of the rows.
+        """
+        older = self.frame_stack - 1
+        chex.assert_shape(block.valid, (self.block_length - older, self.num_envs))
+        chex.assert_shape(td_error, (self.block_length - older - 1, self.num_envs))
+        # Blocks always begin at the same rows, so that those of older frames stay invalid, and
+        # their priorities 0, as `init` made them.
+        first = state.position + older
+
+        def write(buffer: Array, rows: Array, place: Array = first) -> Array:
+            return lax.dynamic_update_slice_in_dim(buffer, rows, place, 0)
+
+        stored = block._replace(
+            obs=jax.vmap(self._newest_frame)(block.obs),
+            truncated=block.truncated.at[-2].set(~block.terminated[-2]),
+            valid=block.valid.at[-1].set(False),
+        )
+        storage = jax.tree.map(write, state.storage, stored)
+        stack_start = state.stack_start
+        if older:
+            frames = block.obs[0, :, :-1].swapaxes(0, 1)  # [stack - 1, N, *frame]
+            storage = storage._replace(obs=write(storage.obs, frames, state.position))
+            stack_start = write(stack_start, jax.vmap(_is_repeated_frame)(block.obs))
+        return ReplayState(
+            storage=storage,
+            stack_start=stack_start,
+            position=(state.position + self.block_length) % self.num_rows,
+            size=jnp.minimum(state.size + self.block_length, self.num_rows),
+            priorities=self._write_priorities(state, first, td_error, block.valid[:-1]),
+        )
+
+    def _write_priorities(
+        self, state: ReplayState, first: Array, td_error: Array, valid: Array
+    ) -> Any:
+        """Give rows [T, N] from `first` on the priorities of their δ, invalid ones 0."""
+        if not self.priority_exponent:
+            return ()
+        tree, largest = state.priorities
+        priority = jnp.where(valid, self._priority(td_error), 0.0)  # [T, N]
+        tree = sum_tree.update_range(tree, first * self.num_envs, priority.ravel())
+        return Priorities(tree, jnp.maximum(largest, priority.max()))
 
     def _write_extras(self, state: ReplayState, extras: Any) -> Any:
         """Keep the extras [N, ...] of a row that starts sequences."""
@@ -297,12 +357,16 @@ class Replay:
     def update_priorities(self, state: ReplayState, index: Array, td_error: Array) -> ReplayState:
         """Give the rows index [B] of a batch the priority |δ| + 1e-6 of their δ [B]."""
         tree, largest = state.priorities
-        priority = (jnp.abs(td_error) + PRIORITY_OF_NOTHING) ** self.priority_exponent  # [B]
+        priority = self._priority(td_error)  # [B]
         # A batch that was drawn while no row was complete names rows that must stay out.
         priority = jnp.where(tree[0][index] > 0, priority, 0.0)
         tree = sum_tree.update(tree, index, priority)
         priorities = Priorities(tree, jnp.maximum(largest, priority.max()))
         return state._replace(priorities=priorities)
+
+    def _priority(self, td_error: Array) -> Array:
+        """p^α = (|δ| + 1e-6)^α of δ, any shape."""
+        return (jnp.abs(td_error) + PRIORITY_OF_NOTHING) ** self.priority_exponent
 
     def gather(self, state: ReplayState, time: Array, env: Array) -> Batch:
         """Return the transitions of rows (time, env) [B]; their weight is their validity."""
@@ -385,6 +449,11 @@ class Replay:
                 f"cannot merge a buffer of {other.num_envs} environments and frame_stack "
                 f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
                 "both must be equal"
+            )
+        if self.block_length > 1:
+            raise UserError(
+                f"cannot merge buffers of blocks of {self.block_length} rows: each is written "
+                "whole; add the trajectories themselves"
             )
         if self.sequence_period > 1:
             raise UserError(

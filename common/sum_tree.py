@@ -6,7 +6,7 @@ would drift away from its leaves. A million leaves take seven levels.
 """
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 CHILDREN = 8
 
@@ -29,6 +29,24 @@ def update(tree: SumTree, index: Array, value: Array) -> SumTree:
         index = index // CHILDREN
         children = _children(levels[-1], index)  # [B, 8]
         levels.append(level.at[index].set(children.sum(axis=1), mode="promise_in_bounds"))
+    return tuple(levels)
+
+
+def update_range(tree: SumTree, start: Array, value: Array) -> SumTree:
+    """Set the leaves start, start + 1, ... to value [B], which must not reach beyond the last.
+
+    Slices of memory take a fraction of the time of as many single leaves.
+    """
+    levels = [lax.dynamic_update_slice_in_dim(tree[0], value, start, 0)]
+    most = len(value)
+    for level in tree[1:]:
+        num_nodes = len(levels[-1]) // CHILDREN
+        # As many nodes as the range may touch; one that it does not is made again as it was.
+        most = min((most + CHILDREN - 2) // CHILDREN + 1, num_nodes)
+        start = jnp.minimum(start // CHILDREN, num_nodes - most)
+        children = lax.dynamic_slice_in_dim(levels[-1], start * CHILDREN, most * CHILDREN)
+        sums = children.reshape(-1, CHILDREN).sum(axis=1)  # [most]
+        levels.append(lax.dynamic_update_slice_in_dim(level, sums, start, 0))
     return tuple(levels)
 
 

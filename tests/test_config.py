@@ -12,7 +12,7 @@ from common.ranges import Fraction, NonNegative, Positive, ProperFraction, Range
 
 from common.run.config import check_minibatches, check_ranges, check_updates
 
-DQNS = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn"]
+DQNS = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "apex_dqn"]
 ALGOS = [*DQNS, "ppo", "a2c", "ppo_rnn", "impala", "ddpg", "td3", "sac", "sac_discrete", "pqn"]
 
 
@@ -136,7 +136,7 @@ def test_updates_can_be_counted(algo):
     check_updates(1.0, 2**31 - 1)
 
 
-@pytest.mark.parametrize("algo", ["ppo", "a2c", "ppo_rnn", "impala", "pqn"])
+@pytest.mark.parametrize("algo", ["ppo", "a2c", "ppo_rnn", "impala", "pqn", "apex_dqn"])
 def test_a_run_has_a_rollout(algo):
     config = importlib.import_module(f"algos.{algo}").Config(num_envs=4, num_steps=25)
     with pytest.raises(UserError, match=r"is less than a rollout .* = 100; use at least 100"):

@@ -134,6 +134,19 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.run_iterations",
         "Trainer._run_sync",
     ],
+    ("prioritized_dqn", "apex_dqn"): [
+        "Algorithm.init",
+        "Algorithm.predict",
+        "Algorithm.sync_target",
+        "Agent.predict",
+        "Agent.learn",
+        "Agent.epsilon_greedy",
+        "Trainer.evaluate",
+        "Trainer._run_sync",
+    ],
+    ("double_dqn", "apex_dqn"): ["Algorithm.td_target"],
+    ("dueling_dqn", "apex_dqn"): ["Model.__init__", "Model.value"],
+    ("impala", "apex_dqn"): ["Trainer.__call__"],
     ("dqn", "pqn"): [
         "Model.value",
         "Algorithm.predict",
@@ -161,6 +174,7 @@ ADDED_LINES = {
     ("dqn", "iqn"): 70,
     ("c51", "rainbow"): 160,
     ("prioritized_dqn", "rainbow"): 160,
+    ("prioritized_dqn", "apex_dqn"): 170,
 }
 
 

@@ -286,6 +286,8 @@ def test_too_little_data_has_no_weight():
         ({"capacity": 10, "frame_stack": 0}, "at least 1"),
         ({"capacity": 99, "sequence_length": 4, "sequence_period": 5}, "at least every 4"),
         ({"capacity": 8, "sequence_length": 4, "sequence_period": 3}, "sequences of 4.*least 9"),
+        ({"capacity": 53, "block_length": 54}, "--buffer-size 53.*blocks of 54 rows.*least 54"),
+        ({"capacity": 7, "block_length": 2, "n_step": 6}, "--n-step 6.*blocks of 2 rows.*least 8"),
     ],
 )
 def test_bad_options(options, said):
@@ -618,4 +620,116 @@ def test_only_the_starts_of_sequences_keep_their_extras():
     state = fill(replay, transitions([play(np.random.default_rng(0), 10, 1)] * 2, 1))
     assert state.storage.extras.tolist() == [[0, 0], [4, 4], [8, 8]]
     with pytest.raises(UserError, match="cannot merge buffers whose sequences start every 4 steps"):
+        replay.merge(state, replay, state)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def stacked(rows: list[Transition]) -> Transition:
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
+
+
+def cut_lane(lane: Lane, start: int, steps: int) -> Lane:
+    """Rows of one trajectory and the one behind it, as they count in a buffer."""
+    cut = Lane(*(field[start : start + steps + 1] for field in lane))
+    cut.truncated[-2] = not cut.terminated[-2]
+    cut.valid[-1] = False
+    return cut
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    seed=st.integers(0, 10_000),
+    num_envs=st.integers(1, 3),
+    num_steps=st.integers(1, 6),
+    num_blocks=st.integers(2, 4),
+    n_step=st.integers(1, 4),
+    frame_stack=st.integers(1, 4),
+    alpha=st.sampled_from([0.0, ALPHA, ALPHA]),
+)
+def test_blocks_equal_their_trajectories(
+    seed, num_envs, num_steps, num_blocks, n_step, frame_stack, alpha
+):
+    """Of two explorers in random order, over episodes and wrap-arounds: every row, drawn or not."""
+    rng = np.random.default_rng(seed)
+    blocks_each, length = 6, num_steps + frame_stack
+    explorers = [[play(rng, 40, frame_stack) for _ in range(num_envs)] for _ in range(2)]
+    all_rows = [transitions(lanes, frame_stack) for lanes in explorers]
+    num_blocks = max(num_blocks, -(-(n_step + frame_stack) // length))
+    capacity = (num_blocks * length + int(rng.integers(length))) * num_envs
+    replay = Replay(capacity, num_envs, GAMMA, n_step, frame_stack, alpha, block_length=length)
+    assert replay.num_rows == num_blocks * length
+    first = all_rows[0][0]
+    state = replay.init(first.obs, first.action, first.extras)
+    add, gather = jax.jit(replay.add_block), jax.jit(replay.gather)
+    update, sample = jax.jit(replay.update_priorities), jax.jit(replay.sample, static_argnums=2)
+    times, envs = np.divmod(np.arange(replay.num_rows * num_envs), num_envs)
+    stored: dict[tuple[int, int], tuple[Lane, int, int]] = {}  # place -> lane, row in it, first row
+    leaves = np.zeros((replay.num_rows, num_envs))  # p^α
+    for i, e in enumerate(rng.permutation([0, 1] * blocks_each)):
+        start = num_steps * (i // 2)
+        block = stacked(all_rows[e][start : start + num_steps + 1])
+        td_error = np.float32(rng.normal(size=(num_steps, num_envs)))
+        state = add(state, block, td_error)
+        place = i % num_blocks * length + frame_stack - 1
+        for n, lane in enumerate(cut_lane(lane, start, num_steps) for lane in explorers[e]):
+            stored |= {(place + t, n): (lane, t, start) for t in range(num_steps)}
+            priority = (np.abs(td_error[:, n]) + 1e-6) ** alpha * lane.valid[:-1]
+            leaves[place : place + num_steps, n] = priority
+        batch = jax.device_get(gather(state, times, envs))
+        for b, at in enumerate(zip(times, envs, strict=True)):
+            is_right = at in stored and matches_block(batch, b, *stored[at], n_step, frame_stack)
+            assert is_right if at in stored else batch.weight[b] == 0
+        drawn = jax.device_get(sample(state, jax.random.key(i), 8))
+        if alpha:
+            np.testing.assert_allclose(leaves_of(replay, state), leaves, rtol=1e-5)
+            is_valid = leaves.ravel()[drawn.index] > 0
+            assert is_valid.all() or not leaves.any()
+            new = np.float32(drawn.index + i)
+            state = update(state, drawn.index, new)
+            leaves[np.divmod(drawn.index, num_envs)] = (new + 1e-6) ** alpha * is_valid
+        elif drawn.weight.any():
+            np.testing.assert_allclose(drawn.weight.sum(), 8, rtol=1e-5)
+
+
+def matches_block(batch: Any, b: int, lane: Lane, t: int, start: int, *options: int) -> bool:
+    """Return whether row b of a batch is row t of a trajectory that began at row `start`."""
+    is_action = batch.action[b].tolist() == [start + t] * 2
+    moved = batch._replace(action=batch.action - start)
+    return is_action and int(batch.extras[b]) == start + t and matches(moved, b, lane, t, *options)
+
+
+def test_golden_blocks():
+    """Three steps, stacks of 2: rows of an older frame, 3 steps and the observation behind them."""
+    replay = Replay(11, 1, 0.5, 2, 2, 1.0, block_length=5)
+    assert replay.num_rows == 10
+    rows = [counter_row(i, stack=[i - 1, i]) for i in range(10)]
+    state, add = replay.init(rows[0].obs, rows[0].action), jax.jit(replay.add_block)
+    state = add(state, stacked(rows[1:5]), jnp.array([[-3.0], [2.0], [1.0]]))
+    assert state.storage.obs.ravel().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
+    assert state.storage.valid.ravel().tolist() == [*[0, 1, 1, 1, 0], *[0] * 5]
+    assert state.storage.truncated.ravel().tolist() == [*[0, 0, 0, 1, 0], *[0] * 5]
+    leaves = leaves_of(replay, state).ravel()
+    np.testing.assert_allclose(leaves, [*[0, 3, 2, 1, 0], *[0] * 5], rtol=2e-6)
+    assert state.priorities.largest == leaves[1] and int(state.size) == int(state.position) == 5
+    batch = replay.gather(state, jnp.array([1, 2, 3]), jnp.zeros(3, int))
+    assert batch.obs[..., 0].tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert batch.reward.tolist() == [1 + 2 / 2, 2 + 3 / 2, 3]  # the last return has one step
+    assert batch.discount.tolist() == [0.25, 0.25, 0.5]
+    assert batch.next_obs[..., 0].tolist() == [[2, 3], [3, 4], [3, 4]]
+    for start in (5, 6):
+        state = add(state, stacked(rows[start : start + 4]), jnp.ones((3, 1)))
+    assert state.storage.obs.ravel().tolist() == [5, 6, 7, 8, 9, 4, 5, 6, 7, 8]
+    assert int(state.size) == 10 and int(state.position) == 5
+    assert state.priorities.largest == leaves[1]  # of the block that is overwritten
+
+
+def test_a_block_has_the_length_of_blocks():
+    replay = Replay(10, 1, GAMMA, block_length=5)
+    rows = [counter_row(i) for i in range(4)]
+    state = replay.init(rows[0].obs, rows[0].action)
+    with pytest.raises(AssertionError):
+        replay.add_block(state, stacked(rows), jnp.ones((3, 1)))
+    with pytest.raises(UserError, match="cannot merge buffers of blocks of 5 rows"):
         replay.merge(state, replay, state)

@@ -36,6 +36,19 @@ def test_levels(num_leaves):
     assert sum_tree.total(tree) == num_leaves * (num_leaves + 1) / 2
 
 
+@pytest.mark.parametrize(("num_leaves", "length"), [(1, 1), (5, 3), (65, 9), (1_000, 90)])
+def test_a_range_is_updated_as_its_leaves_are(num_leaves, length):
+    rng = np.random.default_rng(num_leaves)
+    one = other = sum_tree.init(num_leaves)
+    update, update_range = jax.jit(sum_tree.update), jax.jit(sum_tree.update_range)
+    starts = [0, num_leaves - length, *rng.integers(num_leaves - length + 1, size=20)]
+    for start in starts:
+        values = np.float32(rng.random(length))
+        one = update(one, start + np.arange(length), values)
+        other = update_range(other, start, values)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 def test_no_rounding_adds_up_over_a_million_updates():
     """Values over 8 orders of magnitude: differences added to the nodes would be far off by now."""
     num_leaves, batch = 5_000, 100

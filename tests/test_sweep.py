@@ -355,9 +355,9 @@ def check_results(out):
 VALUE_BASED = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51"]
 VALUE_BASED += ["qr_dqn", "iqn", "rainbow", "pqn"]
 FAMILIES = {
-    "value_classic.yaml": [*VALUE_BASED, "r2d2"],
+    "value_classic.yaml": [*VALUE_BASED, "r2d2", "apex_dqn"],
     "value_minatar.yaml": [*VALUE_BASED, "ppo"],
-    "value_atari.yaml": [*VALUE_BASED, "r2d2"],
+    "value_atari.yaml": [*VALUE_BASED, "r2d2", "apex_dqn"],
 }
 SWEEPS = [
     (path, algo)
