@@ -252,6 +252,8 @@ class TrainState(NamedTuple):
 class Trainer:
     """The training process: collect trajectories, store them, learn in one compiled program."""
 
+    pace = "asynchronous"  # of Explorers: a block is complete in itself
+
     def __init__(self, config: Config = Config()):
         self.config = config
         self.env = make_env(config)
@@ -327,7 +329,7 @@ class Trainer:
         state, rollout, is_complete = collect_rollout(
             self.env, self._run_collect, state, config.num_steps, steps_left
         )
-        trajectory = Trajectory(rollout, state.env.obs, ~state.env.ended)
+        trajectory = Trajectory(rollout, state.env.obs)
         td_error = self.algorithm.td_error(state.learner, trajectory)  # [T, N]
         rollout = rollout._replace(extras=jnp.abs(td_error))
         return state, trajectory._replace(rollout=rollout), is_complete

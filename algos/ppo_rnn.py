@@ -281,15 +281,16 @@ class Agent:
         return distribution, value[:, 0], core
 
     def prepare(
-        self, state: LearnerState, rollout: Transition, last_obs: Any, last: Memory, core: Any
+        self, state: LearnerState, trajectory: Trajectory
     ) -> tuple[LearnerState, RolloutBatch]:
-        """Rollout [T, N], obs and memory [N] after it, `core` before it -> sequences [N, T]."""
-        _, last_value, _ = self.step(state, last_obs, last)
+        """Rollout [T, N] and what is around it -> sequences [N, T]."""
+        rollout = trajectory.rollout
+        _, last_value, _ = self.step(state, trajectory.last_obs, trajectory.last)
         obs = self.observe(state.normalizer, rollout.obs)  # [T, N, *obs]
         stats, reward = self.algorithm.normalizer.update(state.normalizer, rollout)
         batch = self.algorithm.targets(rollout._replace(obs=obs, reward=reward), last_value)
         batch = jax.tree.map(lambda x: x.swapaxes(0, 1), batch)  # [N, T, ...]
-        batch = batch._replace(core=core)
+        batch = batch._replace(core=trajectory.core)
         return state._replace(normalizer=stats), batch
 
     def learn(
@@ -366,10 +367,8 @@ class Trainer:
     def zero_metrics(self, state: TrainState) -> dict[str, Array]:
         """The zeros that metrics are added to, derived from what `learn` returns."""
         rollout = empty_rollout(self._run_collect, state, self.config.num_steps)
-        last = self._memory(state)
-        learner, batch = jax.eval_shape(
-            self.agent.prepare, state.learner, rollout, state.env.obs, last, state.core
-        )
+        trajectory = Trajectory(rollout, state.env.obs, self._memory(state), state.core)
+        learner, batch = jax.eval_shape(self.agent.prepare, state.learner, trajectory)
         *_, metrics = jax.eval_shape(self.agent.learn, learner, batch)
         return optax.tree.zeros_like(metrics | {"charts/updates": jnp.zeros(())})
 
@@ -412,7 +411,7 @@ class Trainer:
         """The epochs on a rollout (Algorithm 1), of which target_kl may leave out the last."""
         config = self.config
         key, shuffle_key = jax.random.split(state.key)
-        learner, batch = self.agent.prepare(state.learner, *trajectory[:4])
+        learner, batch = self.agent.prepare(state.learner, trajectory)
         size = len(batch.weight)
         rows = shuffled_rows(shuffle_key, config.update_epochs, config.num_minibatches, size)
 

@@ -123,17 +123,21 @@ class Replay:
                 f"{self.sequence_period} steps leave some out; start them at least every "
                 f"{self.sequence_length}"
             )
-        rows = self.num_sequence_rows + self.frame_stack - 2 + self.sequence_period
-        least = -(-rows // self._rows_at_once) * self._rows_at_once * self.num_envs
-        if self.num_rows * self.num_envs < least:
+        if self.num_rows * self.num_envs < self.least_capacity:
             length = self.sequence_length
             sequences = f" and sequences of {length}" if length > 1 else ""
             blocks = f" and blocks of {self.block_length} rows" if self.block_length > 1 else ""
             raise UserError(
                 f"--buffer-size {self.capacity} is too small for --n-step {self.n_step} and "
                 f"--frame-stack {self.frame_stack}{sequences}{blocks} with --num-envs "
-                f"{self.num_envs}; use at least {least}"
+                f"{self.num_envs}; use at least {self.least_capacity}"
             )
+
+    @property
+    def least_capacity(self) -> int:
+        """The smallest capacity that holds a sequence of returns of stacked observations."""
+        rows = self.num_sequence_rows + self.frame_stack - 2 + self.sequence_period
+        return -(-rows // self._rows_at_once) * self._rows_at_once * self.num_envs
 
     @property
     def num_rows(self) -> int:

@@ -45,7 +45,7 @@ def hand_trajectory(ended_by: str) -> Trajectory:
         extras=obs @ PARAMS["w"],  # Q = [1, 2], [3, -1], [4, 1]
         **flags,
     )
-    return Trajectory(rollout, jnp.array([[2.0, 1.0]]), jnp.array([True]))
+    return Trajectory(rollout, jnp.array([[2.0, 1.0]]))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,6 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Algorithm.sync_target",
         "Agent.epsilon_greedy",
         "Trainer.evaluate",
-        "Trainer.run_iterations",
         "Trainer._run_sync",
     ],
     ("prioritized_dqn", "apex_dqn"): [
@@ -147,6 +146,11 @@ SHARED: dict[tuple[str, str], list[str]] = {
     ("double_dqn", "apex_dqn"): ["Algorithm.td_target"],
     ("dueling_dqn", "apex_dqn"): ["Model.__init__", "Model.value"],
     ("impala", "apex_dqn"): ["Trainer.__call__"],
+    ("apex_dqn", "r2d2"): [
+        "Agent.__init__",
+        "Agent.spread_exploration",
+        "Trainer.zero_metrics",
+    ],
     ("dqn", "pqn"): [
         "Model.value",
         "Algorithm.predict",

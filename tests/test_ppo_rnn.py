@@ -102,7 +102,9 @@ def collect(trainer):
         state, rollout, is_complete = run(first)
         assert is_complete
         last = Memory(state.core, ~state.env.ended)
-        learner, batch = prepare(first.learner, rollout, state.env.obs, last, first.core)
+        learner, batch = prepare(
+            first.learner, Trajectory(rollout, state.env.obs, last, first.core)
+        )
         state = state._replace(learner=learner)
     assert not rollout.valid.all()
     return SimpleNamespace(trainer=trainer, first=first, last=state, rollout=rollout, batch=batch)

@@ -148,8 +148,8 @@ def _plan(trainer: Learner, count: int) -> Plan:
     if trainer.pace != "asynchronous":
         fields["num_envs"] //= count
         fields["total_timesteps"] //= count
-    if "buffer_size" in fields:  # an Explorer has a Trainer's buffer for a moment
-        fields["buffer_size"] = max(config.learning_starts, config.batch_size)  # type: ignore
+    if replay := getattr(trainer, "replay", None):  # an Explorer makes one, and drops it
+        fields["buffer_size"] = max(replay.least_capacity, fields["batch_size"])
     return Plan(str(path), path.read_text(), sys.path, fields, count)
 
 
