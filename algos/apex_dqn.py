@@ -66,7 +66,7 @@ class Config:
     n_step: Positive[int] = 3  # n: steps of reward in a target before it bootstraps
     frame_stack: Positive[int] = 1  # frames in an observation; the buffer stores single ones
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
-    target_network_frequency: Positive[int] = 500  # env steps between two target updates
+    target_network_frequency: Positive[int] = 2_000  # env steps between two target updates
     batch_size: Positive[int] = 128  # transitions in a minibatch
     base_epsilon: Fraction = 0.1  # ε, that of the first environment; 0.4 in the paper
     epsilon_exponent: NonNegative[float] = 1.0  # α: the last one's is ε^(1 + α); 7 in the paper
