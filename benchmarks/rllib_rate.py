@@ -27,7 +27,8 @@ def main(seconds: float) -> None:
 
     with tempfile.TemporaryDirectory(prefix="rllib-", ignore_cleanup_errors=True) as folder:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **quiet)
+        # More than there are: RLlib waits for ever where one of its actors finds no free core.
+        ray.init(address="local", num_cpus=8, include_dashboard=False, _temp_dir=folder, **quiet)
         model = DefaultModelConfig(
             fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False
         )

@@ -1,4 +1,4 @@
-"""IMPALA with Explorers: env steps a second, policy lag and what it costs, and beside RLlib's.
+"""Explorers: env steps a second beside RLlib's, policy lag and what it costs, returns.
 
     python benchmarks/throughput_explorers.py
     python benchmarks/throughput_explorers.py --parts peers --rllib-python PATH/TO/python
@@ -10,6 +10,7 @@ are compared take turns, round by round. Env steps a second are the median of a 
     scaling   1, 2, 4 and 8 Explorers, on CartPole-v1 and where a step waits for a millisecond
     store     trajectories through Ray's object store, of two Explorers that compute nothing
     lag       1, 4 and 16 trajectories in flight, with and without V-trace, 500,000 steps
+    learning  CartPole-v1, 500,000 steps, in one process and with two Explorers
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from common.run.logger import read_metrics
 
 EXPLORERS = (1, 2, 4, 8)
 IN_FLIGHT = (1, 4, 16)
+LEARNING = ("impala", "ppo", "apex_dqn")
 SLEEPING = ("--env-module", "sleeping_env", "--env-id", "Sleeping-v0")
 
 
@@ -41,10 +43,10 @@ SLEEPING = ("--env-module", "sleeping_env", "--env-id", "Sleeping-v0")
 class Options:
     """What to measure."""
 
-    parts: tuple[str, ...] = ("peers", "scaling", "store", "lag")
+    parts: tuple[str, ...] = ("peers", "scaling", "store", "lag", "learning")
     """which of the figures; those of other parts stay in the files"""
     rounds: int = 3
-    """repeats of each figure in turn; for lag the number of seeds"""
+    """repeats of each figure in turn; for lag and learning the number of seeds"""
     seconds: float = 60.0
     """length of RLlib's runs, behind their warm-up"""
     rllib_python: str | None = None
@@ -70,9 +72,16 @@ def main(options: Options) -> None:
         print(json.dumps(store_rate()))
         return
     out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
     path = out / "throughput_explorers.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    measures = {"peers": peers, "scaling": scaling, "store": store, "lag": lag}
+    measures = {
+        "peers": peers,
+        "scaling": scaling,
+        "store": store,
+        "lag": lag,
+        "learning": learning,
+    }
     for part in options.parts:
         results[part] = measures[part](options) | {"machine": describe_machine()}
         path.write_text(json.dumps(results, indent=1) + "\n")
@@ -126,10 +135,21 @@ def lag(options: Options) -> dict[str, Any]:
     return {"runs": runs}
 
 
-def run(*flags: Any) -> Rate:
-    """Return the figures of `impala.py` with flags, as a user starts it."""
+def learning(options: Options) -> dict[str, Any]:
+    """Return late training returns by algorithm, number of Explorers and seed."""
+    runs = []
+    seeds = range(1, options.rounds + 1)
+    for seed, algo, count in itertools.product(seeds, LEARNING, (0, 2)):
+        rate = run("--explorers", count, "--seed", seed, algo=algo)
+        found = {"SPS": rate.SPS, "training_return": rate.training_return}
+        runs.append({"algo": algo, "explorers": count, "seed": seed} | found)
+    return {"runs": runs}
+
+
+def run(*flags: Any, algo: str = "impala") -> Rate:
+    """Return the figures of an algorithm file with flags, as a user starts it."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "algos" / "impala.py"), *map(str, flags)]
+        command = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), *map(str, flags)]
         command += ["--runs-dir", folder, "--eval-frequency", "0", "--eval-episodes", "0"]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
@@ -139,7 +159,7 @@ def run(*flags: Any) -> Rate:
     lags = [value for _, _, name, value in rows if name == "explorers/policy_lag"][1:]
     curve = read_curve(rows)
     late = late_return(curve, rows[-1][0])
-    return Rate(float(np.median(SPS)), float(np.mean(lags)), late, curve)
+    return Rate(float(np.median(SPS)), float(np.mean(lags or [0.0])), late, curve)
 
 
 def store(options: Options) -> dict[str, Any]:
@@ -180,6 +200,7 @@ def as_table(results: dict[str, Any]) -> str:
         "scaling": _scaling_rows,
         "store": _store_rows,
         "lag": _lag_rows,
+        "learning": _learning_rows,
     }
     parts = []
     for part in (part for part in makers if part in results):
@@ -238,6 +259,22 @@ def _lag_rows(runs: list[dict[str, Any]]) -> list[str]:
         lags = np.mean([x["policy_lag"] for x in found])
         mean = f"{np.mean(returns):.1f} ± {np.std(returns):.1f}"
         rows.append(f"| {in_flight} | {lags:.1f} | {'yes' if vtrace else 'no'} | {mean} | {each} |")
+    return rows
+
+
+def _learning_rows(runs: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        "| | Explorers | training return | each seed | env steps a second |",
+        "|---|---|---|---|---|",
+    ]
+    for algo, count in itertools.product(LEARNING, (0, 2)):
+        found = [x for x in runs if x["algo"] == algo and x["explorers"] == count]
+        returns = [x["training_return"] for x in found]
+        each = ", ".join(f"{x:.1f}" for x in returns)
+        mean = f"{np.mean(returns):.1f} ± {np.std(returns):.1f}"
+        rows.append(
+            f"| {algo} | {count} | {mean} | {each} | {_spread([x['SPS'] for x in found])} |"
+        )
     return rows
 
 

@@ -278,9 +278,9 @@ def test_help(capsys):
         parse("--help")
     text = capsys.readouterr().out
     assert not stop.value.code
-    for group in ("algorithm", "environment", "logging", "run"):
+    for group in ("algorithm", "environment", "logging", "run", "explorers"):
         assert f"{group} options" in text
-    for options in (Config, cli.LoggingOptions, cli.RunOptions):
+    for options in (Config, cli.LoggingOptions, cli.RunOptions, cli.ExplorerOptions):
         docs = cli._field_docs(options)
         for field in dataclasses.fields(options):
             assert f"--{field.name.replace('_', '-')}" in text
