@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from run_helpers import run_here
 
-from algos import apex_dqn, impala, ppo, r2d2
+from algos import apex_dqn, impala, ppo, ppo_rnn, pqn, r2d2
 
 from common.run.cli import ExplorerOptions
-from common.run.explorers import ExplorerFailure, Explorers, _Slots, connected
+from common.run.explorer import Explorer, weights_of
+from common.run.explorers import ExplorerFailure, Explorers, _plan, _Slots, connected
 
 SMALL = impala.Config(
     env_id="gymnax/CartPole-v1",
@@ -67,6 +69,54 @@ def test_slots_cover_every_step_once_and_again_what_was_lost():
     assert slots.is_empty()
     slots.give_back(96)
     assert not slots.is_empty() and slots.take() == 96
+
+
+@pytest.mark.parametrize("module", [ppo_rnn, pqn])
+def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
+    """Two of four, which is fewer than minibatches; seeds differ between Explorers and restarts."""
+    monkeypatch.setattr("common.run.threads.use_cores", lambda count: [])
+    config = module.Config(env_id="gymnax/CartPole-v1", num_envs=4, num_steps=8)
+    trainer = module.Trainer(config)
+    plan, weights = _plan(trainer, 2), weights_of(trainer.state.learner)
+    first_obs = []
+    for number, restarts in ((0, 0), (1, 0), (0, 1)):
+        explorer = Explorer()
+        explorer.start(plan, number, restarts)
+        collected = explorer.collect(weights, version=7, step=160)
+        rollout = collected.trajectory.rollout
+        assert rollout.obs.shape == (8, 2, 4) and collected.trajectory.is_new.all()
+        assert (collected.num_steps, collected.version) == (16, 7)
+        first_obs.append(rollout.obs[0].tobytes())
+        assert not explorer.collect(weights, 8, 176).trajectory.is_new.any()
+    assert len(set(first_obs)) == 3
+    # The end of the run cuts a trajectory: 500,000 steps of all are 250,000 of this one.
+    assert explorer.collect(weights, 9, 249_990)[::2] == (None, 10)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("ppo", "--explorers", 3), "--explorers 3 does not divide --num-envs 4"),
+        (("dqn", "--explorers", 2), "dqn takes no --explorers"),
+        (("impala", "--explorers", 2, "--num-seeds", 2), "--num-seeds and --explorers cannot"),
+        (("impala", "--explorers", 2, "--ray-address", "127.0.0.1:9"), "--ray-address 127.0.0.1:9"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_in_one_line(args, said, capsys, tmp_path):
+    algo, *flags = args
+    ran = run_here(capsys, *flags, "--runs-dir", tmp_path / "runs", module=f"algos.{algo}")
+    assert ran.code == 2 and ran.err.startswith(f"error: {said}") and ran.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_ray_the_extra_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ran = run_here(capsys, "--explorers", 2, "--runs-dir", tmp_path / "runs", module="algos.impala")
+    assert ran.code == 2
+    assert (
+        ran.err == "error: --explorers are actors of Ray; pip install 'quartet-rl[distributed]'\n"
+    )
 
 
 def test_killed_explorers_come_back_and_every_step_counts_once(cluster):

@@ -52,7 +52,10 @@ class Explorer:
         module = _run_file(plan)
         sequence = np.random.SeedSequence((plan.config["seed"], SPAWN_KEY, number, restarts))
         seed = int(sequence.generate_state(1)[0]) >> 1
-        self.trainer = module.Trainer(module.Config(**plan.config | {"seed": seed}))
+        # Without the checks of __post_init__: they are of the whole run, and this may be a share.
+        config = object.__new__(module.Config)
+        vars(config).update(plan.config | {"seed": seed})
+        self.trainer = module.Trainer(config)
         if hasattr(self.trainer.agent, "spread_exploration"):
             num_envs = plan.config["num_envs"]
             total = plan.num_explorers * num_envs

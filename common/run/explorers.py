@@ -70,13 +70,8 @@ class Explorers:
             UserError: the environments cannot be shared out among them.
         """
         self.trainer, self.options = trainer, options
-        count, num_envs = options.explorers, trainer.config.num_envs
-        self._group_size = 1 if trainer.pace == "asynchronous" else count
-        if num_envs % self._group_size:
-            raise UserError(
-                f"--explorers {count} does not divide --num-envs {num_envs}, which are shared out "
-                "among them; use a divisor"
-            )
+        count = options.explorers
+        self._group_size = group_size(trainer.pace, trainer.config.num_envs, count)
         self._is_synchronous = trainer.pace == "synchronous"
         most = count if self._is_synchronous else options.in_flight or 2 * count
         slots = self._all_slots()
@@ -139,6 +134,22 @@ class Explorers:
         if share > 1:
             return [_Slots(first, size, total) for _ in range(count)]
         return [_Slots(first, size, total)] * count
+
+
+def group_size(pace: str, num_envs: int, count: int) -> int:
+    """Return from how many Explorers' trajectories the Learner learns at once.
+
+    Raises:
+        UserError: the environments cannot be shared out among them.
+    """
+    if pace == "asynchronous":
+        return 1
+    if num_envs % count:
+        raise UserError(
+            f"--explorers {count} does not divide --num-envs {num_envs}, which are shared out "
+            "among them; use a divisor"
+        )
+    return count
 
 
 def _plan(trainer: Learner, count: int) -> Plan:

@@ -225,6 +225,10 @@ class _Run:
             raise UserError("--explorers are actors of Ray; pip install 'quartet-rl[distributed]'")
         if self.run.num_seeds > 1:
             raise UserError("--num-seeds and --explorers cannot go together; leave one out")
+        from common.run.explorers import group_size
+
+        pace = cast(type[Learner], self.trainer_class).pace
+        group_size(pace, self.config.num_envs, self.explorers.explorers)
 
     def _choose_device(self) -> None:
         platforms = {"auto": None, "cpu": "cpu", "gpu": "cuda"}
