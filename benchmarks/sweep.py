@@ -73,7 +73,7 @@ class SweepOptions:
     num_seeds: int = 3
     """runs of each algorithm on each environment, with the seeds 1 to num_seeds"""
     workers: int | None = None
-    """runs at once, each pinned to a core; one a usable core if not given, one a core of a cluster"""
+    """runs at once, each pinned to a core; as many as there are usable cores if not given"""
     ray_address: str | None = None
     """run on a Ray cluster: auto for the one this machine belongs to, or HOST:PORT of its head"""
     eval_frequency: int = 0
@@ -123,7 +123,7 @@ def main(args: list[str]) -> int:
 
 
 def _execute_on_ray(jobs: list[Job], out: Path, options: SweepOptions) -> int:
-    """Run the sweep on a Ray cluster, which has more runs to wait for a core than it has cores."""
+    """Run the sweep on a Ray cluster: runs without a core wait there, so that it may grow."""
     try:
         import sweep_on_ray
     except ImportError as error:
@@ -196,8 +196,9 @@ def _check_options(options: SweepOptions) -> None:
         raise UserError(f"--num-seeds must be 1 or more, got {options.num_seeds}")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be 1 or more, got {options.workers}")
-    if not re.fullmatch(r"auto|[^\s/]+:\d+", options.ray_address or "auto"):
-        raise UserError(f"--ray-address must be auto or HOST:PORT, got {options.ray_address!r}")
+    address = options.ray_address
+    if address is not None and not re.fullmatch(r"auto|[^\s/]+:\d+", address):
+        raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
 
 
 def _check_own_flags(flags: Iterable[str]) -> None:
@@ -450,8 +451,9 @@ class Run:
     def open_process(
         self, environment: dict[str, str], lock: IO, launcher: Sequence[str] = ()
     ) -> subprocess.Popen:
-        """Start its process, from its last checkpoint if there is one; `lock` is held until it ends.
+        """Start its process, from its last checkpoint if there is one.
 
+        It holds the lock until it ends.
         It gets a session of its own, because Ctrl-C in a terminal reaches the whole session, and
         a run that also gets the sweep's SIGTERM dies without a checkpoint.
         """

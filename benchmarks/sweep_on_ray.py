@@ -1,7 +1,7 @@
 """Runs of a sweep on the nodes of a Ray cluster: `sweep.py --ray-address ADDRESS`.
 
-An actor a run, of one core, which Ray puts on a node. It starts there the process that the sweep
-starts on one machine, and ends with it. Who loses the actor, or the node, loses the process too.
+A run is an actor of one core, which Ray puts on a node. There it starts the process that the sweep
+would start on one machine. The process dies with its actor, and the actor with its node.
 """
 
 import contextlib
@@ -16,16 +16,15 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
 
-import machine
 import ray
-import report
 from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+import machine
+import report
 from common.errors import UserError, one_line
 
 if TYPE_CHECKING:
