@@ -49,3 +49,8 @@ def cpu_model() -> str:
     lines = info.read_text().split("\n") if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.machine())
+
+
+def describe_cores() -> str:
+    """Return CPU model and number of cores."""
+    return f"{cpu_model()}, {os.cpu_count()} cores"

@@ -3,10 +3,13 @@
     python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 Acrobot-v1 --num-seeds 3
     python benchmarks/sweep.py --out /tmp/short -- --total-timesteps 20000
     python benchmarks/sweep.py --algos ../mine/my_ppo.py ppo --out /tmp/mine
+    python benchmarks/sweep.py --ray-address auto --out /shared/sweep
     python benchmarks/sweep.py --settings "slow: --learning-rate 1e-4" "fast: --learning-rate 1e-3"
 
 Flags after `--` go to every run, those of a setting to its runs. A repeated call skips finished
 runs and goes on with the others.
+With --ray-address the runs go to the nodes of a Ray cluster, which have this repository at the same
+path. A run whose node is lost starts again on another one.
 Folders and files under --out (NAME is ALGO__ENV_ID__SEED, or ALGO__SETTING__ENV_ID__SEED):
 
     jobs/NAME.json  a finished run: flags, returns, curve, commit, machine; the rest is made from it
@@ -33,18 +36,18 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.envs import resolve_backend
 from common.errors import UserError, one_line
-from machine import ROOT, cpu_model, describe_commit, on_cores, usable_cores
+from machine import ROOT, describe_commit, describe_cores, on_cores, usable_cores
 from report import Result, file_name, late_return, read_curve, write_atomically, write_report
 
 from common.run import cli
@@ -70,7 +73,9 @@ class SweepOptions:
     num_seeds: int = 3
     """runs of each algorithm on each environment, with the seeds 1 to num_seeds"""
     workers: int | None = None
-    """runs at once, each pinned to a core; one a usable core if not given"""
+    """runs at once, each pinned to a core; as many as there are usable cores if not given"""
+    ray_address: str | None = None
+    """run on a Ray cluster: auto for the one this machine belongs to, or HOST:PORT of its head"""
     eval_frequency: int = 0
     """env steps between two evaluations; 0 evaluates at the end only"""
     out: str = "benchmarks/results/sweep"
@@ -109,9 +114,26 @@ def main(args: list[str]) -> int:
     split = args.index("--") if "--" in args else len(args)
     options = cli.parse_flags(SweepOptions, args[:split], __doc__ or "")
     jobs, out = make_jobs(options, args[split + 1 :]), Path(options.out)
+    if options.ray_address is not None:
+        return _execute_on_ray(jobs, out.absolute(), options)
+    workers = options.workers or len(usable_cores())
     _check_same_flags(jobs, out)
     with _locked(out) as lock:
-        return Sweep(jobs, out, options.workers or len(usable_cores()), lock).execute()
+        return Sweep(jobs, out, workers, ThisMachine(workers, lock)).execute()
+
+
+def _execute_on_ray(jobs: list[Job], out: Path, options: SweepOptions) -> int:
+    """Run the sweep on a Ray cluster: runs without a core wait there, so that it may grow."""
+    try:
+        import sweep_on_ray
+    except ImportError as error:
+        raise UserError(
+            f"--ray-address {options.ray_address} needs Ray; pip install 'quartet-rl[distributed]'"
+        ) from error
+    _check_same_flags(jobs, out)
+    with sweep_on_ray.connected(options.ray_address), _locked(out) as lock:
+        workers = options.workers or len(jobs)
+        return Sweep(jobs, out, workers, sweep_on_ray.Cluster(lock)).execute()
 
 
 def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
@@ -174,6 +196,9 @@ def _check_options(options: SweepOptions) -> None:
         raise UserError(f"--num-seeds must be 1 or more, got {options.num_seeds}")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be 1 or more, got {options.workers}")
+    address = options.ray_address
+    if address is not None and not re.fullmatch(r"auto|[^\s/]+:\d+", address):
+        raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
 
 
 def _check_own_flags(flags: Iterable[str]) -> None:
@@ -253,12 +278,33 @@ def _locked(out: Path) -> Generator[IO, None, None]:
         yield lock
 
 
-class Sweep:
-    """Works off jobs with a number of workers, of which each has a core and at most one run."""
+class Place(Protocol):
+    """Where the processes of runs are: on this machine, or on the nodes of a cluster."""
 
-    def __init__(self, jobs: list[Job], out: Path, workers: int, lock: IO) -> None:
-        self.jobs, self.out, self.workers, self.lock = jobs, out, workers, lock
-        self.commit = describe_commit()
+    def start(self, run: "Run", worker: int) -> None:
+        """Start the process of a run, for the worker of a number."""
+
+    def poll(self, run: "Run") -> int | None:
+        """Return None, or the exit code of a process that has ended: -N if signal N killed it."""
+
+    def progress(self, run: "Run") -> tuple[int, dict[str, float]] | None:
+        """Return the last logged env step and the latest scalars; None of a run not yet started."""
+
+    def origin(self, run: "Run") -> tuple[str, str]:
+        """Return the commit and the machine that a run trained on."""
+
+    def stop(self, run: "Run") -> None:
+        """Let a run write its checkpoint and end."""
+
+    def kill(self, run: "Run") -> None:
+        """End a run at once."""
+
+
+class Sweep:
+    """Works off jobs with a number of workers, of which each has at most one run."""
+
+    def __init__(self, jobs: list[Job], out: Path, workers: int, place: Place) -> None:
+        self.jobs, self.out, self.workers, self.place = jobs, out, workers, place
         self.display = Display()
         self.waiting = deque(Run(job, out) for job in jobs if not self._result_path(job).exists())
         self.running: dict[int, Run] = {}
@@ -293,12 +339,13 @@ class Sweep:
             time.sleep(POLL_SECONDS)
 
     def _start_runs(self) -> None:
-        cores = usable_cores()
         for worker in range(self.workers):
             if worker not in self.running and self.waiting:
                 run = self.waiting.popleft()
-                core = cores[worker % len(cores)]
-                run.start(core, _child_environment(self.workers), self.lock)
+                run.tries += 1
+                run.started = time.monotonic()
+                self._write_state(run, run.seconds)
+                self.place.start(run, worker)
                 self.running[worker] = run
 
     def _tell_to_stop(self) -> None:
@@ -306,29 +353,32 @@ class Sweep:
         self.display.say("stopping: the runs write their checkpoints")
         self.told_to_stop = True
         for run in self.running.values():
-            run.process.terminate()
+            self.place.stop(run)
 
     def _kill_runs(self) -> None:
         """Leave no run behind when the sweep itself fails or gets a second Ctrl-C."""
         for run in self.running.values():
-            run.process.kill()
+            self.place.kill(run)
 
     def _look_after(self, worker: int) -> None:
         run = self.running[worker]
-        self.display.show(run)
-        if run.process.poll() is not None:
+        code = self.place.poll(run)
+        latest = self.place.progress(run)
+        if latest is not None:
+            self.display.show(run.job, *latest)
+        if code is not None:
             del self.running[worker]
-            self._settle(run)
+            self._settle(run, code)
 
-    def _settle(self, run: "Run") -> None:
+    def _settle(self, run: "Run", code: int) -> None:
         """Decide what the end of a run's process means."""
-        code, name, missing = run.process.returncode, run.job.name, run.missing()
-        run.add_seconds()
+        name, missing = run.job.name, run.missing()
+        self._write_state(run, run.seconds + time.monotonic() - run.started)
         self.display.drop(run)
         end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         interrupted = code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         if code == 0 and not missing:
-            result = make_result(run, self.commit)
+            result = make_result(run, *self.place.origin(run))
             write_atomically(self._result_path(run.job), json.dumps(asdict(result)))
             self.display.say(_summary(name, result))
         elif self.told_to_stop:
@@ -342,32 +392,74 @@ class Sweep:
             line = f"failed: {name}, {end} at try {run.tries}: {reason} (see {run.output})"
             self.failures.append(line)
 
+    def _write_state(self, run: "Run", seconds: float) -> None:
+        state = {"flags": run.job.flags, "seconds": round(seconds, 1)}
+        write_atomically(run.folder / "job.json", json.dumps(state))
+
     def _result_path(self, job: Job) -> Path:
         return self.out / "jobs" / f"{job.name}.json"
 
 
+class ThisMachine:
+    """Starts runs as processes of this machine, each pinned to a core."""
+
+    def __init__(self, workers: int, lock: IO) -> None:
+        self.environment, self.lock = child_environment(workers), lock
+        self.commit = describe_commit()
+        self.processes: dict[Run, subprocess.Popen] = {}
+
+    def start(self, run: "Run", worker: int) -> None:
+        """Start a run on its worker's core."""
+        cores = usable_cores()
+        core = cores[worker % len(cores)]
+        with on_cores(None if core is None else {core}):
+            self.processes[run] = run.open_process(self.environment, self.lock)
+
+    def poll(self, run: "Run") -> int | None:
+        """Return None, or the exit code of a process that has ended."""
+        return self.processes[run].poll()
+
+    def progress(self, run: "Run") -> tuple[int, dict[str, float]]:
+        """Return the last logged env step and the latest scalars."""
+        return run.progress()
+
+    def origin(self, run: "Run") -> tuple[str, str]:
+        """Return the commit and this machine."""
+        return self.commit, describe_cores()
+
+    def stop(self, run: "Run") -> None:
+        """Send SIGTERM."""
+        self.processes[run].terminate()
+
+    def kill(self, run: "Run") -> None:
+        """Send SIGKILL."""
+        self.processes[run].kill()
+
+
 class Run:
-    """A job in progress: its folder, its process, and how often it was started."""
+    """A job in progress: its folder, what it wrote there, and how often it was started.
+
+    A Ray cluster gets it by value: it names nothing that takes long to import.
+    """
 
     def __init__(self, job: Job, out: Path) -> None:
         self.job, self.folder = job, out / "runs" / job.name
         self.output = self.folder / "output.txt"
         self.tries = 0
-        self.process: subprocess.Popen
+        self.started = 0.0  # time.monotonic() at the start of its latest process
 
-    def start(self, core: int | None, environment: dict[str, str], lock: IO) -> None:
-        """Start it on a core, from its last checkpoint if there is one.
+    def open_process(
+        self, environment: dict[str, str], lock: IO, launcher: Sequence[str] = ()
+    ) -> subprocess.Popen:
+        """Start its process, from its last checkpoint if there is one.
 
+        It holds the lock until it ends.
         It gets a session of its own, because Ctrl-C in a terminal reaches the whole session, and
         a run that also gets the sweep's SIGTERM dies without a checkpoint.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.tries += 1
-        self._started = time.monotonic()
-        self._write_state(self.seconds)
-        with self.output.open("a") as output, on_cores(None if core is None else {core}):
-            self.process = subprocess.Popen(
-                self._command(),
+        with self.output.open("a") as output:
+            return subprocess.Popen(
+                [*launcher, *self._command()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -381,10 +473,6 @@ class Run:
         """Return the wall time of its processes that have ended."""
         path = self.folder / "job.json"
         return json.loads(path.read_text())["seconds"] if path.exists() else 0.0
-
-    def add_seconds(self) -> None:
-        """Count the wall time of the process that has just ended."""
-        self._write_state(self.seconds + time.monotonic() - self._started)
 
     def run_folders(self) -> list[Path]:
         """Return the folders it trained in, oldest first."""
@@ -418,10 +506,6 @@ class Run:
         own = ["--env-id", job.env_id, "--seed", str(job.seed), "--runs-dir", str(self.folder)]
         return [*program, *own, *job.flags]
 
-    def _write_state(self, seconds: float) -> None:
-        state = {"flags": self.job.flags, "seconds": round(seconds, 1)}
-        write_atomically(self.folder / "job.json", json.dumps(state))
-
 
 class Display:
     """A live line a run on a terminal; elsewhere a plain line at each tenth of a run."""
@@ -448,10 +532,9 @@ class Display:
         """Print a line that stays."""
         self.console.print(line, markup=False)
 
-    def show(self, run: Run) -> None:
+    def show(self, job: Job, step: int, logs: dict[str, float]) -> None:
         """Show how far a run is."""
-        step, logs = run.progress()
-        name, total = run.job.name, run.job.total_timesteps
+        name, total = job.name, job.total_timesteps
         shown = {"charts/episodic_return": "return {:.1f}", "charts/SPS": "SPS {:,.0f}"}
         text = "  ".join(form.format(logs[key]) for key, form in shown.items() if key in logs)
         if self._progress:
@@ -479,13 +562,13 @@ def read_latest(metrics: Path, size: int = 4096) -> tuple[int, dict[str, float]]
     return int(rows[-1][0]) if rows else 0, {row[2]: float(row[3]) for row in rows}
 
 
-def _child_environment(workers: int) -> dict[str, str]:
+def child_environment(workers: int) -> dict[str, str]:
     """One thread for XLA, and a share of a GPU's memory, unless the user has set them."""
     defaults = {"NPROC": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
     return {**defaults, **os.environ}
 
 
-def make_result(run: Run, commit: str) -> Result:
+def make_result(run: Run, commit: str, machine: str) -> Result:
     """Read what a run that ended well left in its folder."""
     folder, job = run.run_folders()[-1], run.job
     final = json.loads((folder / "result.json").read_text())
@@ -503,7 +586,7 @@ def make_result(run: Run, commit: str) -> Result:
         seconds=max(run.seconds, rows[-1][1]),  # a killed sweep has not counted its processes
         SPS=float(np.median([value for _, _, name, value in rows if name == "charts/SPS"])),
         commit=commit,
-        machine=_describe_machine(final["device"]),
+        machine=machine if final["device"] == "cpu" else f"{machine}, {final['device']}",
         curve=curve,
         setting=job.setting,
         program="" if job.program.parent == ROOT / "algos" else str(job.program),
@@ -516,12 +599,6 @@ def _summary(name: str, result: Result) -> str:
         f"{result.training_return:.1f}, evaluation {result.evaluation_return:.1f} ± "
         f"{result.evaluation_std:.1f}"
     )
-
-
-def _describe_machine(device: str) -> str:
-    """Return CPU model and number of cores, and the device if JAX computed on another one."""
-    cpu = f"{cpu_model()}, {os.cpu_count()} cores"
-    return cpu if device == "cpu" else f"{cpu}, {device}"
 
 
 if __name__ == "__main__":
