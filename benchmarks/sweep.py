@@ -53,6 +53,7 @@ from report import Result, file_name, late_return, read_curve, write_atomically,
 from common.run import cli
 from common.run.config import check_config
 from common.run.logger import make_console, read_metrics
+from common.run.ray_cluster import connected
 from common.run.runner import stop_signals
 
 MAX_TRIES = 3
@@ -131,7 +132,7 @@ def _execute_on_ray(jobs: list[Job], out: Path, options: SweepOptions) -> int:
             f"--ray-address {options.ray_address} needs Ray; pip install 'quartet-rl[distributed]'"
         ) from error
     _check_same_flags(jobs, out)
-    with sweep_on_ray.connected(options.ray_address), _locked(out) as lock:
+    with connected(options.ray_address), _locked(out) as lock:
         workers = options.workers or len(jobs)
         return Sweep(jobs, out, workers, sweep_on_ray.Cluster(lock)).execute()
 

@@ -7,14 +7,12 @@ would start on one machine. The process dies with its actor, and the actor with 
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
@@ -25,46 +23,17 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 import machine
 import report
-from common.errors import UserError, one_line
+from common.errors import one_line
 
 if TYPE_CHECKING:
     from sweep import Run
 
-CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # The kernel kills the process when the actor's dies, in whatever way it does.
 DIE_WITH_ACTOR = ("setpriv", "--pdeathsig", "KILL")
 
 Latest = tuple[int, dict[str, float]]
 """the last logged env step and the latest scalars"""
-
-
-@contextlib.contextmanager
-def connected(address: str) -> Generator[None, None, None]:
-    """Be a driver of a Ray cluster; Ray ends all that a driver started when it goes.
-
-    Raises:
-        UserError: there is no such cluster.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if address != "auto":  # Ray itself tries for a quarter of an hour
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"--ray-address {address} is no cluster that this machine reaches ({one_line(error)}); "
-            "start one by `ray start --head`, or leave the flag out"
-        ) from error
-    finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)  # Ray has one of its own for SIGTERM
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 class Cluster:

@@ -177,10 +177,11 @@ def store_rate(seconds: float = 10.0) -> float:
     import constant_trajectories
 
     from common.run.cli import ExplorerOptions
-    from common.run.explorers import Explorers, connected
+    from common.run.explorers import Explorers
+    from common.run.ray_cluster import connected
 
     options = ExplorerOptions(explorers=2)
-    with connected(options):
+    with connected(None, num_cpus=2):
         trainer = constant_trajectories.Trainer(constant_trajectories.Config())
         explorers = Explorers(trainer, options, print)
         state, _ = explorers.run(trainer.state, 0)  # while the Explorers start

@@ -15,7 +15,8 @@ from algos import apex_dqn, impala, ppo, ppo_rnn, pqn, r2d2
 
 from common.run.cli import ExplorerOptions
 from common.run.explorer import Explorer, weights_of
-from common.run.explorers import ExplorerFailure, Explorers, _plan, _Slots, connected
+from common.run.explorers import ExplorerFailure, Explorers, _plan, _Slots
+from common.run.ray_cluster import connected
 
 SMALL = impala.Config(
     env_id="gymnax/CartPole-v1",
@@ -29,7 +30,7 @@ SMALL = impala.Config(
 @pytest.fixture(scope="module")
 def cluster() -> Generator[None, None, None]:
     """Ray on this machine, for all tests of the file."""
-    with connected(ExplorerOptions(explorers=4)):
+    with connected(None, num_cpus=4):
         yield
 
 

@@ -4,20 +4,15 @@ The Learner is the Trainer of this process. An Explorer builds the same file's T
 environments of its own, is sent parameters, and returns trajectories through Ray's object store.
 """
 
-import contextlib
 import dataclasses
 import heapq
 import inspect
-import logging
-import os
 import re
-import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +20,7 @@ import jax
 import numpy as np
 import optax
 
-from common.errors import UserError, one_line
+from common.errors import UserError
 from common.rollout import Trajectory
 
 from common.run.cli import ExplorerOptions
@@ -449,43 +444,3 @@ class _Pool:
         if subject not in self._said:
             self._said.add(subject)
             self.say(text)
-
-
-@contextlib.contextmanager
-def connected(options: ExplorerOptions) -> Generator[None, None, None]:
-    """Connect to a cluster of Ray, or start one of this machine alone, which ends with the block.
-
-    To be entered before JAX starts its threads, which Ray's processes are forked off.
-
-    Raises:
-        UserError: there is no such cluster.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if not options.ray_address:  # else Ray writes a token into the home folder
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    import ray
-
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory(prefix="quartet-ray-", ignore_cleanup_errors=True) as folder:
-        try:
-            if options.ray_address:
-                ray.init(address=options.ray_address, **quiet)
-            else:
-                num_cpus = max(options.explorers, os.cpu_count() or 1)
-                local: dict[str, Any] = {"include_dashboard": False, "_temp_dir": folder}
-                ray.init(address="local", num_cpus=num_cpus, **local, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = f"--ray-address {options.ray_address}" if options.ray_address else "Ray"
-            raise UserError(
-                f"{where}: {one_line(error)}; give the --ray-address of a cluster that runs, or "
-                "leave it out and see that this machine has memory and disk left"
-            ) from error
-        finally:
-            for one, handler in handlers.items():
-                signal.signal(one, handler)  # Ray has one of its own for SIGTERM
-        try:
-            yield
-        finally:
-            ray.shutdown()

@@ -96,9 +96,10 @@ class _Run:
         self._check_before_start()
         with contextlib.ExitStack() as stack:
             if self.explorers.explorers:
-                from common.run.explorers import connected
+                from common.run.ray_cluster import connected
 
-                stack.enter_context(connected(self.explorers))
+                num_cpus = max(self.explorers.explorers, os.cpu_count() or 1)
+                stack.enter_context(connected(self.explorers.ray_address, num_cpus))
             return self._execute(received)
 
     def _execute(self, received: list[signal.Signals]) -> int:
