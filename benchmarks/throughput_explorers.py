@@ -111,15 +111,18 @@ def peers(options: Options) -> dict[str, Any]:
 
 def scaling(options: Options) -> dict[str, Any]:
     """Return env steps a second and lag by environment and number of Explorers."""
-    found: dict[str, dict[int, list[Any]]] = {"CartPole-v1": {}, "Sleeping-v0": {}}
+    found: dict[str, dict[int, list[Any]]] = {}
     for _, count in itertools.product(range(options.rounds), EXPLORERS):
-        cartpole = run("--explorers", count, "--total-timesteps", 1_000_000)
-        steps = count * 15_000
-        flags = (*SLEEPING, "--num-envs", 1, "--num-steps", 50, "--log-frequency", 500 * count)
-        sleeping = run("--explorers", count, *flags, "--total-timesteps", steps)
-        for env_id, rate in (("CartPole-v1", cartpole), ("Sleeping-v0", sleeping)):
+        length = ("--total-timesteps", 8_000 * count, "--log-frequency", 800 * count)
+        cases = {
+            "CartPole-v1": ("--total-timesteps", 1_000_000),
+            "Sleeping-v0, 8 in each Explorer": (*SLEEPING, *length),
+            "Sleeping-v0, 1 in each": (*SLEEPING, *length, "--num-envs", 1, "--num-steps", 50),
+        }
+        for case, flags in cases.items():
+            rate = run("--explorers", count, *flags)
             figures = {"SPS": rate.SPS, "policy_lag": rate.policy_lag}
-            found[env_id].setdefault(count, []).append(figures)
+            found.setdefault(case, {}).setdefault(count, []).append(figures)
     return {"runs": found}
 
 
@@ -232,15 +235,15 @@ def _peers_rows(runs: dict[str, list[Any]]) -> list[str]:
 
 
 def _scaling_rows(runs: dict[str, dict[str, list[Any]]]) -> list[str]:
-    rows = ["| environment | Explorers | env steps a second | to one | policy lag |"]
+    rows = ["| environments | Explorers | env steps a second | to one | policy lag |"]
     rows += ["|---|---|---|---|---|"]
-    for env_id, counts in runs.items():
+    for case, counts in runs.items():
         one = np.median([x["SPS"] for x in counts[min(counts, key=int)]])
         for count, figures in counts.items():
             rates = [x["SPS"] for x in figures]
             lags = np.median([x["policy_lag"] for x in figures])
             ratio = np.median(rates) / one
-            rows.append(f"| {env_id} | {count} | {_spread(rates)} | {ratio:.2f} | {lags:.1f} |")
+            rows.append(f"| {case} | {count} | {_spread(rates)} | {ratio:.2f} | {lags:.1f} |")
     return rows
 
 

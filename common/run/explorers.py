@@ -339,13 +339,13 @@ class _Pool:
         self._replace_silent()
 
     def _request_more(self) -> None:
-        """Ask the Explorers with the least to do, within the bounds."""
+        """Ask the Explorers with the least to do, in turn, within the bounds."""
         while True:
             total = sum(member.pending + member.unlearned for member in self.members)
             free = [member for member in self.members if self._may_request(member)]
             if not free or total >= self._most:
                 return
-            member = min(free, key=lambda member: member.pending + member.unlearned)
+            member = min(free, key=lambda member: (member.pending + member.unlearned, member.since))
             slot = member.slots.take()
             call = member.actor.collect.remote(self._weights, self.version, slot)
             self._send(member, call, slot)
