@@ -1,11 +1,14 @@
 """Several devices, which take a process of their own: JAX makes its devices once."""
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import run_alone
+from run_helpers import environment, run_alone
 
 from algos import ppo
 
@@ -132,3 +135,48 @@ def test_a_learner_of_explorers_learns_the_same_on_four_devices(module):
     assert ran.code == 0, ran.err
     found = json.loads(ran.out.splitlines()[-1])
     assert found["devices"] == 4 and found["difference"] < 1e-6
+
+
+HOST = """
+import json, sys
+import jax, numpy as np
+
+address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if count > 1:
+    jax.distributed.initialize(address, count, index)
+
+from algos import ppo
+from common.run.devices import shard_over_devices
+
+config = ppo.Config(env_id="gymnax/CartPole-v1", num_envs=8, total_timesteps=4096)
+trainer = ppo.Trainer(config)
+if count > 1:
+    shard_over_devices(trainer, jax.device_count())
+logs = [log_data["logs"] for log_data in trainer()]
+learner = jax.tree.map(lambda x: x.addressable_data(0), trainer.state.learner)
+print(json.dumps({
+    "devices": jax.device_count(),
+    "episodes": logs[-2]["charts/episodes"],
+    "params": float(sum(np.abs(x).sum() for x in jax.tree.leaves(learner.params))),
+    "evaluation": trainer.evaluator(learner, 4096, 4)["logs"]["charts/evaluation_return"],
+}))
+"""
+
+
+def test_two_hosts_train_one_policy():
+    """As two processes on loopback, each with one device; and as one process does it alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", HOST, address]
+    hosts = [
+        subprocess.Popen([*command, "2", str(index)], stdout=subprocess.PIPE, env=environment())
+        for index in range(2)
+    ]
+    found = [json.loads(host.communicate(timeout=120)[0].splitlines()[-1]) for host in hosts]
+    ran = run_alone(address, 1, 0, program=("-c", HOST))
+    alone = json.loads(ran.out.splitlines()[-1])
+    assert found[0] == found[1] and found[0]["devices"] == 2
+    assert found[0]["episodes"] == alone["episodes"] > 0
+    assert found[0]["params"] == pytest.approx(alone["params"], rel=1e-5)
+    assert found[0]["evaluation"] >= 8

@@ -34,7 +34,8 @@ def shard_over_devices(trainer: Trainer, num_devices: int) -> None:
         )
     mesh = _mesh(trainer, num_devices)
     shardings = _shardings(mesh, trainer.state)
-    trainer.state = jax.device_put(trainer.state, shardings)
+    # Not device_put, which refuses the devices of other hosts.
+    trainer.state = jax.jit(lambda state: state, out_shardings=shardings)(trainer.state)
     replicated = NamedSharding(mesh, PartitionSpec())
     run = jax.jit(trainer.run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
 
