@@ -299,12 +299,13 @@ def save_picture(runs: list[dict[str, Any]], path: Path) -> None:
             found = _of(runs, in_flight, vtrace)
             grid = np.linspace(0, 500_000, 51)[1:]
             curves = np.array([np.interp(grid, *np.array(x["curve"]).T[:2]) for x in found])
-            (line,) = axis.plot(grid, curves.mean(axis=0), label=label)
+            thousands = grid / 1_000
+            (line,) = axis.plot(thousands, curves.mean(axis=0), label=label)
             bounds = curves.min(axis=0), curves.max(axis=0)
-            axis.fill_between(grid, *bounds, alpha=0.2, color=line.get_color())
+            axis.fill_between(thousands, *bounds, alpha=0.2, color=line.get_color())
         lags = np.mean([x["policy_lag"] for x in runs if x["in_flight"] == in_flight])
         axis.set_title(f"{in_flight} in flight, policy lag {lags:.1f}")
-        axis.set_xlabel("env steps")
+        axis.set_xlabel("thousand env steps")
     axes[0].set_ylabel("training return")
     axes[0].legend()
     figure.tight_layout()
