@@ -32,7 +32,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Generator[Cluster, None, None]:
     """A cluster of two nodes with one core each; the second can be taken away."""
     with tempfile.TemporaryDirectory(prefix="quartet-ray-") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)  # else Ray writes one into the home folder
         head = {"num_cpus": 1, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=1)
@@ -65,13 +64,13 @@ def test_a_node_is_lost_and_another_comes(nodes):
 class Program:
     """`impala.py` with two Explorers, in a process group of its own, as a terminal starts it."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **variables: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(IMPALA), "--explorers", "2", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment(**variables),
             start_new_session=True,
         )
 
@@ -131,8 +130,10 @@ def test_a_killed_learner_leaves_no_process_and_its_run_goes_on(tmp_path):
 
 @pytest.mark.learning
 def test_two_explorers_learn_cartpole(tmp_path):
-    program = Program("--total-timesteps", 150_000, "--num-steps", 5, "--runs-dir", tmp_path)
+    flags = ["--total-timesteps", 150_000, "--num-steps", 5, "--runs-dir", tmp_path]
+    program = Program(*flags, HOME=str(tmp_path))
     _, err = program.process.communicate(timeout=90)
     assert program.process.returncode == 0, err
+    assert not (tmp_path / ".ray").exists()
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text())
     assert result["steps"] == 150_000 and result["evaluation_return"] >= 150

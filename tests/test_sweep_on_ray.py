@@ -80,7 +80,6 @@ class Nodes:
 def nodes():
     folder = tempfile.mkdtemp(prefix="ray-")  # of pytest's own, the names of sockets get too long
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("NPROC", "1")
