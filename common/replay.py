@@ -214,10 +214,9 @@ class Replay:
             td_error: δ [L - frame_stack, N] of the rows.
         """
         older = self.frame_stack - 1
-        chex.assert_shape(block.valid, (self.block_length - older, self.num_envs))
-        chex.assert_shape(td_error, (self.block_length - older - 1, self.num_envs))
-        # Blocks always begin at the same rows, so that those of older frames stay invalid, and
-        # their priorities 0, as `init` made them.
+        num_steps = self.block_length - self.frame_stack
+        chex.assert_shape([block.valid[:-1], td_error], (num_steps, self.num_envs))
+        # Blocks always begin at the same rows: those of older frames stay invalid, with priority 0.
         first = state.position + older
 
         def write(buffer: Array, rows: Array, place: Array = first) -> Array:

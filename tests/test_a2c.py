@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
-from rollouts import rollout_collector
 from toy_envs import NonsenseEnv, TimerJaxEnv, use_env
 
 from algos import a2c
@@ -120,16 +119,16 @@ def test_each_rollout_is_one_rmsprop_step():
     trainer = Trainer(replace(SMALL, max_grad_norm=2.0))
     closed = mock.Mock(wraps=trainer.env.close)
     trainer.env.close = closed
-    agent, collect = trainer.agent, rollout_collector(trainer)
+    agent, collect = trainer.agent, jax.jit(trainer.collect_trajectory)
     prepare = jax.jit(agent.prepare)
     gradient_of = jax.jit(jax.grad(trainer.algorithm.loss_fn, has_aux=True))
     training, square, norms = trainer(), 0.0, []
     for rollout_number in range(3):
         state = jax.tree.map(jnp.copy, trainer.state)
         before = flat(state.learner.params)
-        after_rollout, rollout, is_complete = collect(state)
-        assert is_complete and not rollout.valid.all()
-        _, batch = prepare(state.learner, rollout, after_rollout.env.obs)
+        _, trajectory, is_complete = collect(state)
+        assert is_complete and not trajectory.rollout.valid.all()
+        _, batch = prepare(state.learner, trajectory.rollout, trajectory.last_obs)
         gradient, metrics = gradient_of(state.learner.params, batch)
         gradient = flat(gradient)
         norms.append(np.linalg.norm(gradient))

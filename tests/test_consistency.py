@@ -52,6 +52,7 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.run_iterations",
         "Trainer.zero_metrics",
         "Trainer._run_collect",
+        "Trainer.collect_trajectory",
     ],
     ("ppo", "ppo_rnn"): [
         "Algorithm.init",
@@ -65,6 +66,7 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.evaluate",
         "Trainer._run_epoch",
         "Trainer._is_near",
+        "Trainer.run_iterations",
     ],
     ("ppo_rnn", "impala"): [
         "Algorithm.predict",
@@ -73,6 +75,8 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.evaluate",
         "Trainer._run_collect",
         "Trainer._memory",
+        "Trainer.run_iterations",
+        "Trainer.collect_trajectory",
     ],
     ("a2c", "impala"): ["Config.__post_init__"],
     ("ddpg", "td3"): [
@@ -163,6 +167,7 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Config.__post_init__",
         "Trainer.evaluate",
         "Trainer.run_iterations",
+        "Trainer.collect_trajectory",
     ],
 }
 

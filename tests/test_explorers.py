@@ -78,7 +78,7 @@ def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
     monkeypatch.setattr("common.run.threads.use_cores", lambda count: [])
     config = module.Config(env_id="gymnax/CartPole-v1", num_envs=4, num_steps=8)
     trainer = module.Trainer(config)
-    plan, weights = _plan(trainer, 2), weights_of(trainer.state.learner)
+    plan, weights = _plan(trainer, 2, 2), weights_of(trainer.state.learner)
     first_obs = []
     for number, restarts in ((0, 0), (1, 0), (0, 1)):
         explorer = Explorer()

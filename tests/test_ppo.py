@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import rlax
 from gymnasium import spaces
-from rollouts import rollout_collector
 from toy_envs import EchoEnv, NonsenseEnv, TimerJaxEnv, use_env
 
 from algos import ppo
@@ -219,18 +218,18 @@ def collect(trainer, rollouts=1):
     Returns:
         the state after the last of them, that rollout, and what `prepare` makes of it.
     """
-    run, prepare = rollout_collector(trainer), jax.jit(trainer.agent.prepare)
+    run, prepare = jax.jit(trainer.collect_trajectory), jax.jit(trainer.agent.prepare)
     learner = trainer.state.learner
     params = jax.tree.map(jnp.copy, learner.params)
     head = params["policy_head"]["linear"]
     head["kernel"] = 100 * head["kernel"]
     state, learner = trainer.state, learner._replace(params=params)
     for _ in range(rollouts):
-        state, rollout, is_complete = run(state._replace(learner=learner))
+        state, trajectory, is_complete = run(state._replace(learner=learner))
         assert is_complete
         leaves_equal(state.learner, learner)
-        learner, batch = prepare(state.learner, rollout, state.env.obs)
-    return state, rollout, learner, batch
+        learner, batch = prepare(state.learner, trajectory.rollout, trajectory.last_obs)
+    return state, trajectory.rollout, learner, batch
 
 
 @pytest.fixture(scope="module")

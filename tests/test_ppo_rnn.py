@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from rollouts import rollout_collector
 from toy_envs import NonsenseEnv
 
 from algos import ppo, ppo_rnn
@@ -95,17 +94,15 @@ def with_large_logits(state):
 
 def collect(trainer):
     """The second of two rollouts by a policy with large logits, and what `prepare` makes of it."""
-    run, prepare = rollout_collector(trainer), jax.jit(trainer.agent.prepare)
+    run, prepare = jax.jit(trainer.collect_trajectory), jax.jit(trainer.agent.prepare)
     state = with_large_logits(trainer.state)
     for _ in range(2):
         first = state
-        state, rollout, is_complete = run(first)
+        state, trajectory, is_complete = run(first)
         assert is_complete
-        last = Memory(state.core, ~state.env.ended)
-        learner, batch = prepare(
-            first.learner, Trajectory(rollout, state.env.obs, last, first.core)
-        )
+        learner, batch = prepare(first.learner, trajectory)
         state = state._replace(learner=learner)
+    rollout = trajectory.rollout
     assert not rollout.valid.all()
     return SimpleNamespace(trainer=trainer, first=first, last=state, rollout=rollout, batch=batch)
 

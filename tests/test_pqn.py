@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from q_learning import PARAMS, linear_algorithm
-from rollouts import rollout_collector
 from toy_envs import NonsenseEnv, TimerJaxEnv, use_env
 
 from algos import pqn
@@ -75,10 +74,11 @@ def collected():
     trainer = Trainer(SMALL)
     params = jax.tree.map(lambda x: x + 0.3, trainer.state.learner.params)
     state = trainer.state._replace(learner=trainer.state.learner._replace(params=params))
-    after, rollout, is_complete = rollout_collector(trainer)(state)
+    _, trajectory, is_complete = jax.jit(trainer.collect_trajectory)(state)
+    rollout = trajectory.rollout
     assert is_complete and not rollout.valid.all()
     assert rollout.terminated.any() and rollout.truncated.any()
-    return trainer, state.learner, rollout, after.env.obs
+    return trainer, state.learner, rollout, trajectory.last_obs
 
 
 @pytest.mark.parametrize("q_lambda", [0.0, 0.65, 1.0])

@@ -34,8 +34,7 @@ def shard_over_devices(trainer: Trainer, num_devices: int) -> None:
         )
     mesh = _mesh(trainer, num_devices)
     shardings = _shardings(mesh, trainer.state)
-    # Not device_put, which refuses the devices of other hosts.
-    trainer.state = jax.jit(lambda state: state, out_shardings=shardings)(trainer.state)
+    _spread(trainer, shardings)
     replicated = NamedSharding(mesh, PartitionSpec())
     run = jax.jit(trainer.run_iterations, donate_argnums=0, out_shardings=(shardings, replicated))
 
@@ -56,7 +55,7 @@ def learner_on_devices(trainer: Learner, num_devices: int) -> Callable[..., Any]
     others = NamedSharding(mesh, PartitionSpec(DATA_AXIS))  # [N, ...]
     trajectory: Any = Trajectory(rows, others, others, others, others)  # type: ignore
     state = _shardings(mesh, trainer.state)._replace(env=replicated)
-    trainer.state = jax.device_put(trainer.state, state)
+    _spread(trainer, state)
     learn = jax.jit(
         trainer.learn_trajectory,
         donate_argnums=(0, 1),
@@ -81,6 +80,11 @@ def _mesh(trainer: Trainer, num_devices: int) -> Any:
         raise UserError(f"--num-devices {num_devices} {problem}")
     devices = jax.devices()[:num_devices]
     return jax.make_mesh((num_devices,), (DATA_AXIS,), (AxisType.Auto,), devices=devices)
+
+
+def _spread(trainer: Trainer, shardings: Any) -> None:
+    """Put the state where it belongs, on other hosts too, whose devices device_put refuses."""
+    trainer.state = jax.jit(lambda state: state, out_shardings=shardings)(trainer.state)
 
 
 def _on_mesh(mesh: Any, run: Callable[..., Any], *args: Any) -> Any:

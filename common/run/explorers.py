@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -67,10 +66,11 @@ class Explorers:
         self.trainer, self.options = trainer, options
         count = options.explorers
         self._group_size = group_size(trainer.pace, trainer.config.num_envs, count)
-        self._is_synchronous = trainer.pace == "synchronous"
-        most = count if self._is_synchronous else options.in_flight or 2 * count
-        slots = self._all_slots()
-        self._pool = _Pool(_plan(trainer, count), slots, most, options, say, received)
+        most, self._publish_frequency = options.in_flight or 2 * count, options.publish_frequency
+        if trainer.pace == "synchronous":
+            most, self._publish_frequency = count, 1
+        plan = _plan(trainer, self._group_size, count)
+        self._pool = _Pool(plan, self._all_slots(), most, options, say, received)
         self._version = 0  # of the parameters: how many times they have learned
         self._learn = learn or jax.jit(trainer.learn_trajectory, donate_argnums=(0, 1))
         self._metrics = jax.eval_shape(trainer.zero_metrics, trainer.state)
@@ -116,10 +116,6 @@ class Explorers:
             self._pool.publish(weights_of(state.learner), self._version)
         return self._pool.next_group(self._group_size)
 
-    @property
-    def _publish_frequency(self) -> int:
-        return 1 if self._is_synchronous else self.options.publish_frequency
-
     def _all_slots(self) -> list["_Slots"]:
         """Return the slots of each Explorer: its own, or the same object for all."""
         config, count = self.trainer.config, self.options.explorers
@@ -147,13 +143,12 @@ def group_size(pace: str, num_envs: int, count: int) -> int:
     return count
 
 
-def _plan(trainer: Learner, count: int) -> Plan:
-    """Return what an Explorer is built from."""
+def _plan(trainer: Learner, share: int, count: int) -> Plan:
+    """Return what each of `count` Explorers is built from; `share` of them share the run."""
     config, path = trainer.config, Path(inspect.getfile(type(trainer).collect_trajectory))
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    if trainer.pace != "asynchronous":
-        fields["num_envs"] //= count
-        fields["total_timesteps"] //= count
+    fields["num_envs"] //= share
+    fields["total_timesteps"] //= share
     if replay := getattr(trainer, "replay", None):  # an Explorer makes one, and drops it
         fields["buffer_size"] = max(replay.least_capacity, fields["batch_size"])
     return Plan(str(path), path.read_text(), sys.path, fields, count)
@@ -265,7 +260,7 @@ class _Pool:
         count = len(all_slots)
         self._most, self._most_each = most, -(-most // count)  # requested and not yet learned
         self._requests: dict[Any, _Request] = {}  # by the reference of the answer
-        self._answers: deque[tuple[_Member, Collected]] = deque()
+        self._answers: list[tuple[_Member, Collected]] = []
         self._said: set[str] = set()
         import ray
 
@@ -296,7 +291,7 @@ class _Pool:
                 return []
             self._receive(timeout=POLL_SECONDS)
         taken = set(map(id, group))
-        self._answers = deque(answer for answer in self._answers if id(answer) not in taken)
+        self._answers = [answer for answer in self._answers if id(answer) not in taken]
         for member, collected in group:
             member.unlearned -= 1
             member.num_steps += collected.num_steps
