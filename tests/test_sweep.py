@@ -142,7 +142,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--settings", "a: --gama 0.9"], "unknown flag '--gama'"),
         (["--settings", "a: --seed 3"], "--seed cannot follow `--` or stand in --settings"),
         (["--algos", "nowhere/mine.py"], "unknown --algos 'nowhere/mine.py'"),
-        (["--algos", "dqn", str(ROOT / "tests" / "rollouts.py")], "has no Config or no PRESETS"),
+        (["--algos", "dqn", str(ROOT / "tests" / "off_policy.py")], "has no Config or no PRESETS"),
     ],
 )
 def test_bad_input_is_one_line_and_creates_nothing(tmp_path, args, part):
