@@ -17,7 +17,7 @@ from common.action_masks import without_mask
 
 SMALLEST_CNN_IMAGE = 36
 SMALLEST_GRID, LARGEST_GRID = 8, 16
-FEW_ROWS = 64  # of a noisy layer: with 32 an update took 0.7 times as long, with 128 1.6 times
+FEW_ROWS = 64  # of a noisy layer: with 32 a run of Rainbow took 0.7 times as long, with 128 1.6
 FLAX_DEFAULT = nnx.initializers.lecun_normal()
 
 Initializer = Callable[..., Array]

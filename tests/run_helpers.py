@@ -40,7 +40,7 @@ class Ran(NamedTuple):
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a child process that finds failing_envs, and no account or token."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RAY_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RAY_AUTH_TOKEN"))}
     return kept | {"PYTHONPATH": str(TESTS), "WANDB_SILENT": "true"} | extra
 
 

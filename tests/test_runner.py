@@ -716,4 +716,4 @@ def test_each_thread_of_the_pool_gets_a_core_of_its_own(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "[[0], [1]]\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, "[[0], [1]]\n"), done.stderr
