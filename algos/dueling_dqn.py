@@ -74,7 +74,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "minatar": {
         "total_timesteps": 2_000_000,
         "log_frequency": 20_000,
-        "learning_rate": 2.5e-4,
         "buffer_size": 100_000,
         "target_network_frequency": 1_000,
         "batch_size": 32,

@@ -158,6 +158,20 @@ def test_minatar_cnn_by_hand() -> None:
     np.testing.assert_allclose(forward(cnn, obs), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_rows", [128, 129])
+def test_gradients_of_the_dense_layer(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few and of many rows on a CPU, against those of another device."""
+    obs = np.random.default_rng(0).random((num_rows, 10, 10, 4)).astype(np.float32)
+    graph, params = nnx.split(MinAtarCNN((10, 10, 4), nnx.Rngs(0)))
+
+    def loss(params: Any) -> Any:
+        return (nnx.merge(graph, params)(obs) ** 2).mean()
+
+    grads = jax.jit(jax.grad(loss))(params)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.tree.map(assert_near, grads, jax.jit(jax.grad(lambda params: loss(params)))(params))
+
+
 @pytest.fixture
 def plain_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions as on a GPU, which compile faster."""
