@@ -106,6 +106,7 @@ def test_console_lines():
     shown = r"step     2,000 of 4,000  return \d+\.\d  evaluation \d+\.\d  SPS [\d,]+  \d+ s left"
     assert re.fullmatch(shown, lines[2])
     assert "evaluation over 2 episodes: " in ran.out and " ± " in ran.out
+    assert re.search(r"best checkpoint: step [24],000, evaluation \d+\.\d ", ran.out)
     assert "\x1b" not in ran.out
 
 
@@ -183,7 +184,8 @@ def test_evaluation_off(capsys, tmp_path, monkeypatch):
     rows = read_metrics(folder / "metrics.csv")
     returns = {step: v for step, _, name, v in rows if name == "charts/episodic_return"}
     best = max(returns, key=lambda step: returns[step])
-    assert Checkpoints(folder / "checkpoints").best_step() == best
+    assert Checkpoints(folder / "checkpoints").best() == (best, pytest.approx(returns[best]))
+    assert f"best checkpoint: step {best}, training return {returns[best]:.1f}" in ran.out
 
 
 def test_evaluation_off_with_many_seeds(capsys, tmp_path):

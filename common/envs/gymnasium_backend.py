@@ -64,6 +64,36 @@ class GymnasiumStepper:
         self.envs.close()
 
 
+class _Workers(AsyncVectorEnv):
+    """Processes that end whatever they do, also if one of them could not make its environments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.parent_pipes, self.processes = [], []
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Do what Gymnasium's own way, which waits for a worker for ever, does in a few seconds."""
+        for pipe in self.parent_pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(("close", None))
+        end, late = time.monotonic() + SECONDS_TO_CLOSE, 0
+        for process in self.processes:
+            process.join(max(0, end - time.monotonic()))
+            late += process.is_alive()
+            process.kill()
+            process.join()
+        if late:
+            print(
+                f"warning: {late} of {len(self.processes)} environment workers did not close "
+                f"within {SECONDS_TO_CLOSE} s and were killed",
+                file=sys.stderr,
+            )
+
+
 class WorkerStepper:
     """The same copies in K processes of N / K copies each; `module` registers the environment."""
 
@@ -80,7 +110,7 @@ class WorkerStepper:
         env = gym.registry.get(env_id, env_id)
         shares = [seeds[i : i + self.size] for i in range(0, self.num_envs, self.size)]
         with _making(env_id, kwargs), _clean_start():
-            self.envs = AsyncVectorEnv(
+            self.envs = _Workers(
                 [functools.partial(env_worker.Group, env, kwargs, s, module) for s in shares],
                 context="forkserver",
                 worker=functools.partial(env_worker.work, env_worker.cores_before_pinning),
@@ -113,22 +143,7 @@ class WorkerStepper:
     def close(self) -> None:
         """Free the environments, and end the processes whatever they do."""
         atexit.unregister(self.close)
-        for pipe in self.envs.parent_pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(("close", None))
-        end, late = time.monotonic() + SECONDS_TO_CLOSE, 0
-        for process in self.envs.processes:
-            process.join(max(0, end - time.monotonic()))
-            late += process.is_alive()
-            process.kill()
-            process.join()
-        self.envs.closed = True  # its own way to close waits for a worker for ever
-        if late:
-            print(
-                f"warning: {late} of {len(self.envs.processes)} environment workers did not close "
-                f"within {SECONDS_TO_CLOSE} s and were killed",
-                file=sys.stderr,
-            )
+        self.envs.close()
 
     def _shared_out(self, x: np.ndarray) -> np.ndarray:
         return x.reshape(-1, self.size, *x.shape[1:])  # [K, N / K, ...]

@@ -60,14 +60,14 @@ class Checkpoints:
         """Return the steps that were written to the end, oldest first."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdecimal())
 
-    def best_step(self) -> int | None:
-        """Return the step with the highest return, or None if no return is known."""
+    def best(self) -> tuple[int, float] | None:
+        """Return the step with the highest return, and that; None if no return is known."""
         returns = {}
         for step in self.steps():
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 metrics = json.loads((self.folder / str(step) / "metrics/metrics").read_text())
                 returns[step] = float(metrics["return"])
-        return max(returns, key=lambda step: (returns[step], step), default=None)
+        return max(returns.items(), key=lambda item: (item[1], item[0]), default=None)
 
     def missing_step(self) -> int | None:
         """Return the step written last if it is not there any more."""

@@ -90,7 +90,8 @@ def load(
     trainer: Trainer = module.Trainer(_config(module.Config, folder, saved, changes))
     checkpoints = folder / "checkpoints"
     if step == "best" and checkpoints.is_dir():
-        step = Checkpoints(checkpoints).best_step() or "latest"
+        best = Checkpoints(checkpoints).best()
+        step = best[0] if best else "latest"
     wanted = None if isinstance(step, str) else step
     state, found = restore_state(trainer, checkpoints, wanted, print)
     go_on_from(trainer, state, found)

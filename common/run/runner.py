@@ -34,6 +34,7 @@ from common.run.logger import (
     CsvSink,
     Sink,
     TensorBoardSink,
+    decimals,
     ends_log_point,
     logger,
     make_console,
@@ -268,15 +269,14 @@ class _Run:
         run, say = self.run, self.console.print
         if run.debug:
             call = check_finite(self.config.log_frequency)(call)
-        is_ranked = run.eval_frequency and run.eval_episodes
-        best_of = "charts/evaluation_return" if is_ranked else "charts/episodic_return"
+        best_of = "evaluation_return" if self._ranks_evaluations else "episodic_return"
         if run.eval_episodes:
             call = evaluator(run.eval_frequency, run.eval_episodes)(call)
         call = checkpointer(
             lambda: self.folder() / "checkpoints",
             run.checkpoint_frequency,
             run.keep_checkpoints,
-            best_of,
+            f"charts/{best_of}",
             say,
         )(call)
         if self.logging.capture_video:
@@ -332,6 +332,7 @@ class _Run:
         lines = [
             f"{title}: {self.config.total_timesteps:,} steps",
             *self._describe_evaluation(logs),
+            *self._describe_best(folder),
             f"run folder: {folder}",
         ]
         if self.run.num_seeds > 1:
@@ -358,6 +359,20 @@ class _Run:
         shown = shown_return(logs["charts/evaluation_return"], logs["charts/evaluation_std"])
         unfinished = still_running(logs, count, self.run.eval_max_steps, self.run.num_seeds)
         return [f"evaluation over {episodes(count)}: {shown}", *unfinished]
+
+    @property
+    def _ranks_evaluations(self) -> bool:
+        """Whether evaluations rank the checkpoints, rather than returns of training."""
+        return self.run.eval_frequency > 0 and self.run.eval_episodes > 0
+
+    def _describe_best(self, folder: Path) -> list[str]:
+        best = Checkpoints(folder / "checkpoints").best()
+        if best is None:
+            return []
+        kind = "evaluation" if self._ranks_evaluations else "training return"
+        step, episode_return = best
+        shown = f"{episode_return:.{decimals(abs(episode_return))}f}"
+        return [f"best checkpoint: step {step:,}, {kind} {shown}"]
 
     def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
         """Give every seed a run folder of its own, to load, to evaluate and to go on with."""
