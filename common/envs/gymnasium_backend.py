@@ -75,7 +75,9 @@ class _Workers(AsyncVectorEnv):
             self.close()
             raise
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(
+        self, timeout: float | None = None, terminate: bool = False, **kwargs: Any
+    ) -> None:
         """Do what Gymnasium's own way, which waits for a worker for ever, does in a few seconds."""
         for pipe in self.parent_pipes:
             with contextlib.suppress(OSError):
