@@ -58,13 +58,13 @@ class Config:
     rmsprop_epsilon: Positive[float] = 0.01  # what RMSProp adds to the mean of squared gradients
     anneal_lr: bool = True  # let the step size fall linearly to 0 over the run
     num_steps: Positive[int] = 20  # n: steps of each environment in a trajectory
-    gamma: Fraction = 0.99  # discount of one step
+    gamma: Fraction = 0.98  # discount of one step
     rho_bar: Positive[float] = 1.0  # ρ̄: largest weight of a step; it fixes what V is the value of
     c_bar: Positive[float] = 1.0  # c̄: largest weight of a trace
     vtrace: bool = True  # correct for the policy that acted; else take its steps for the policy's
     upgo_coef: NonNegative[float] = 0.0  # c_U: weight of the upgoing advantages; 0 is the paper's
     entropy_coef: NonNegative[float] = 0.001  # β: weight of the entropy bonus
-    value_coef: NonNegative[float] = 0.5  # c_V: weight of the value loss
+    value_coef: NonNegative[float] = 2.0  # c_V: weight of the value loss
     max_grad_norm: Positive[float] = 40.0  # longest gradient; longer ones are scaled down to it
     core: Literal["none", "lstm", "gru"] = "none"  # recurrent core
     core_size: Positive[int] = 256  # units of the core
@@ -81,7 +81,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_envs": 32,
         "total_timesteps": 10_000_000,
         "learning_rate": 6e-4,
+        "gamma": 0.99,
         "entropy_coef": 0.01,
+        "value_coef": 0.5,
     },
 }
 
