@@ -8,13 +8,16 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import chex
+import jax
+import jax.numpy as jnp
 import pytest
 from run_helpers import run_here
 
 from algos import apex_dqn, impala, ppo, ppo_rnn, pqn, r2d2
 
 from common.run.cli import ExplorerOptions
-from common.run.explorer import Explorer, weights_of
+from common.run.explorer import Explorer, packed, unpacked, weights_of
 from common.run.explorers import ExplorerFailure, Explorers, _plan, _Slots
 from common.run.ray_cluster import connected
 
@@ -72,13 +75,29 @@ def test_slots_cover_every_step_once_and_again_what_was_lost():
     assert not slots.is_empty() and slots.take() == 96
 
 
+def test_packed_parameters_come_back_bit_for_bit():
+    """Also integers that float32 does not hold, and scalars between vectors."""
+    tree = {
+        "kernel": jnp.arange(6.0).reshape(2, 3) / 7,
+        "count": jnp.asarray([2**24 + 1, -5]),
+        "bias": [jnp.float32(0.1), jnp.zeros((0, 4)), jnp.asarray([True, False])],
+    }
+    vectors = jax.jit(packed)(tree)
+    assert {name: x.shape for name, x in vectors.items()} == {
+        "float32": (7,),
+        "int32": (2,),
+        "bool": (2,),
+    }
+    chex.assert_trees_all_equal(unpacked(vectors, jax.eval_shape(lambda: tree)), tree, strict=True)
+
+
 @pytest.mark.parametrize("module", [ppo_rnn, pqn])
 def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
     """Two of four, which is fewer than minibatches; seeds differ between Explorers and restarts."""
     monkeypatch.setattr("common.run.threads.use_cores", lambda count: [])
     config = module.Config(env_id="gymnax/CartPole-v1", num_envs=4, num_steps=8)
     trainer = module.Trainer(config)
-    plan, weights = _plan(trainer, 2, 2), weights_of(trainer.state.learner)
+    plan, weights = _plan(trainer, 2, 2), packed(weights_of(trainer.state.learner))
     first_obs = []
     for number, restarts in ((0, 0), (1, 0), (0, 1)):
         explorer = Explorer()

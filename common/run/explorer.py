@@ -8,7 +8,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from common.envs import EpisodeSummary
 
@@ -65,10 +67,17 @@ class Explorer:
         self._make_learner = type(learner)
         self._state = _without_learner(self.trainer.state)
         compiled = jax.jit(self._collect, donate_argnums=0)
-        self._compiled = compiled.lower(self._state, weights_of(learner), np.int32(0)).compile()
+        weights = weights_of(learner)
+        self._shapes = jax.eval_shape(lambda: weights)
+        self._compiled = compiled.lower(self._state, packed(weights), np.int32(0)).compile()
 
     def collect(self, weights: dict[str, Any], version: int, step: int) -> Collected:
-        """Make a trajectory with the parameters of a version, from env step `step` of the run on.
+        """Make a trajectory from env step `step` of the run on.
+
+        Args:
+            weights: what collecting needs of the LearnerState, `packed`.
+            version: of these parameters.
+            step: env steps of the run before this trajectory.
 
         Raises:
             UserError: an environment failed.
@@ -89,7 +98,7 @@ class Explorer:
         return jax.device_get(trajectory)._replace(is_new=is_new)
 
     def _collect(self, state: Any, weights: dict[str, Any], step: Any) -> tuple:
-        learner = self._make_learner(**weights, opt_state=())
+        learner = self._make_learner(**unpacked(weights, self._shapes), opt_state=())
         env = self.trainer.env.reset_summary(state.env)
         state = state._replace(learner=learner, env=env, step=step)
         state, trajectory, is_complete = self.trainer.collect_trajectory(state)
@@ -99,6 +108,26 @@ class Explorer:
 def weights_of(learner: Any) -> dict[str, Any]:
     """Return the parts of a LearnerState that collecting needs."""
     return {name: part for name, part in learner._asdict().items() if name != "opt_state"}
+
+
+def packed(tree: Any) -> dict[str, Array]:
+    """Join the arrays of each dtype to one vector: one large one travels faster than many."""
+    groups: dict[str, list[Array]] = {}
+    for leaf in jax.tree.leaves(tree):
+        groups.setdefault(leaf.dtype.name, []).append(leaf.ravel())
+    return {dtype: jnp.concatenate(group) for dtype, group in groups.items()}
+
+
+def unpacked(vectors: dict[str, Array], shapes: Any) -> Any:
+    """Return the pytree, of these shapes and dtypes, that was `packed`."""
+    leaves, structure = jax.tree.flatten(shapes)
+    starts = dict.fromkeys(vectors, 0)
+    parts = []
+    for leaf in leaves:
+        start = starts[leaf.dtype.name]
+        end = starts[leaf.dtype.name] = start + leaf.size
+        parts.append(vectors[leaf.dtype.name][start:end].reshape(leaf.shape))
+    return jax.tree.unflatten(structure, parts)
 
 
 def _without_learner(state: Any) -> Any:

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.rollout import Trajectory
 
 from common.run.cli import ExplorerOptions
-from common.run.explorer import Collected, Explorer, Plan, weights_of
+from common.run.explorer import Collected, Explorer, Plan, packed, weights_of
 from common.run.trainer import Learner
 
 POLL_SECONDS = 0.2
@@ -73,6 +73,7 @@ class Explorers:
         self._pool = _Pool(plan, self._all_slots(), most, options, say, received)
         self._version = 0  # of the parameters: how many times they have learned
         self._learn = learn or jax.jit(trainer.learn_trajectory, donate_argnums=(0, 1))
+        self._pack = jax.jit(packed)
         self._metrics = jax.eval_shape(trainer.zero_metrics, trainer.state)
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class Explorers:
     def _next_group(self, state: Any) -> list[Collected]:
         """Publish the parameters if it is time to, and wait for what an update needs."""
         if self._pool.version < 0 or self._version - self._pool.version >= self._publish_frequency:
-            self._pool.publish(weights_of(state.learner), self._version)
+            self._pool.publish(self._pack(weights_of(state.learner)), self._version)
         return self._pool.next_group(self._group_size)
 
     def _all_slots(self) -> list["_Slots"]:
