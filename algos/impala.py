@@ -63,7 +63,7 @@ class Config:
     c_bar: Positive[float] = 1.0  # c̄: largest weight of a trace
     vtrace: bool = True  # correct for the policy that acted; else take its steps for the policy's
     upgo_coef: NonNegative[float] = 0.0  # c_U: weight of the upgoing advantages; 0 is the paper's
-    entropy_coef: NonNegative[float] = 0.001  # β: weight of the entropy bonus
+    entropy_coef: NonNegative[float] = 3e-4  # β: weight of the entropy bonus
     value_coef: NonNegative[float] = 2.0  # c_V: weight of the value loss
     max_grad_norm: Positive[float] = 40.0  # longest gradient; longer ones are scaled down to it
     core: Literal["none", "lstm", "gru"] = "none"  # recurrent core
