@@ -67,9 +67,9 @@ class Explorer:
         self._make_learner = type(learner)
         self._state = _without_learner(self.trainer.state)
         compiled = jax.jit(self._collect, donate_argnums=0)
-        weights = weights_of(learner)
-        self._shapes = jax.eval_shape(lambda: weights)
-        self._compiled = compiled.lower(self._state, packed(weights), np.int32(0)).compile()
+        self._shapes = jax.eval_shape(lambda: weights_of(learner))
+        weights = jax.eval_shape(packed, self._shapes)
+        self._compiled = compiled.lower(self._state, weights, np.int32(0)).compile()
 
     def collect(self, weights: dict[str, Any], version: int, step: int) -> Collected:
         """Make a trajectory from env step `step` of the run on.
