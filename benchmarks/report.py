@@ -254,6 +254,14 @@ def _markdown_row(group: list[Result]) -> str:
 def _markdown_origin(group: list[Result]) -> str:
     """Return how to make the runs of a group again, and what made them."""
     first = group[0]
+    machines = "; ".join(sorted({result.machine for result in group}))
+    made = f"`{sweep_command(group)}`, commit {commits(group)}, {machines}"
+    return f"- {first.label} on {first.env_id}: {made}"
+
+
+def sweep_command(group: list[Result]) -> str:
+    """Return the command that makes the runs of a group again."""
+    first = group[0]
     _, eval_frequency, *extra = first.flags
     own = [
         "--algos",
@@ -264,10 +272,12 @@ def _markdown_origin(group: list[Result]) -> str:
         str(len(group)),
     ]
     own += ["--eval-frequency", eval_frequency, *(["--", *extra] if extra else [])]
-    command = shlex.join(["python", "benchmarks/sweep.py", *own])
-    commits = ", ".join(sorted({result.commit for result in group}))
-    machines = "; ".join(sorted({result.machine for result in group}))
-    return f"- {first.label} on {first.env_id}: `{command}`, commit {commits}, {machines}"
+    return shlex.join(["python", "benchmarks/sweep.py", *own])
+
+
+def commits(group: list[Result]) -> str:
+    """Return the commits that made the runs of a group."""
+    return ", ".join(sorted({result.commit for result in group}))
 
 
 def mean_and_std(values: list[float]) -> str:
@@ -278,9 +288,15 @@ def mean_and_std(values: list[float]) -> str:
 
 def robust_mean(values: list[float]) -> str:
     """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
+    mean, low, high = robust_interval(values)
+    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def robust_interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
     runs = np.array(values)[:, None]  # [S, 1]
     low, high = bootstrap_interval([runs], interquartile_mean)
-    return f"{interquartile_mean(runs)[0]:.1f} [{low[0]:.1f}, {high[0]:.1f}]"
+    return float(interquartile_mean(runs)[0]), float(low[0]), float(high[0])
 
 
 def file_name(env_id: str) -> str:

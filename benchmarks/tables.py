@@ -21,10 +21,13 @@ from report import (
     PUBLISHED,
     Result,
     SeedCurves,
+    commits,
     mean_and_std,
     read_groups,
+    robust_interval,
     robust_mean,
     seed_curves,
+    sweep_command,
     write_atomically,
 )
 
@@ -48,6 +51,15 @@ EXPLANATION = (
     "deviation over seeds. Over 5 seeds also the interquartile mean (IQM) with its bootstrapped "
     "95 % interval. In parentheses: CleanRL's mean of 3 seeds after as many steps. Command, commit "
     "and machine of each figure are in `results.md` of the folder under data."
+)
+
+
+ROWS = (
+    "Interquartile means over seeds with bootstrapped 95 % intervals; of fewer than "
+    f"{MANY_SEEDS} seeds it is close to the mean. Evaluation: the final policy, greedy where the "
+    "algorithm's page does not say otherwise. Published: "
+    "[CleanRL](https://docs.cleanrl.dev/rl-algorithms/overview/), training return. Minutes: wall "
+    "time of a run on one core, which shared its machine with other runs."
 )
 
 
@@ -131,21 +143,21 @@ def place(order: tuple[str, ...], name: str) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order)), name
 
 
-def with_block(text: str, block: str, name: str) -> str:
+def with_block(text: str, block: str, name: str, begin: str = BEGIN) -> str:
     """Return a page's text with another block between its markers.
 
     Raises:
         UserError: a marker is missing, or there is more than one.
     """
-    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-        raise UserError(f"{name} needs one line {BEGIN} and below it one line {END}")
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    return f"{before}{BEGIN}\n\n{block}\n\n{after}"
+    if (text.count(begin), text.count(END)) != (1, 1) or text.index(begin) > text.index(END):
+        raise UserError(f"{name} needs one line {begin} and below it one line {END}")
+    before, after = text[: text.index(begin)], text[text.index(END) :]
+    return f"{before}{begin}\n\n{block}\n\n{after}"
 
 
 def page_block(page: Page, cells: list[Cell]) -> str:
     """Return what stands between a page's markers."""
-    parts = [EXPLANATION]
+    parts = [EXPLANATION, published_line(cells)]
     level = "##" if page.whole else "###"
     for family in FAMILIES:
         members = family_cells(family, cells)
@@ -156,6 +168,8 @@ def page_block(page: Page, cells: list[Cell]) -> str:
     rest = [cell for cell in cells if not any(belongs(cell, family) for family in FAMILIES)]
     if rest and page.whole:
         parts += [f"{level} Other runs", other_table(page, rest)]
+    if page.whole:
+        parts += [f"{level} Every row", ROWS, rows_table(page, cells)]
     return "\n\n".join(parts)
 
 
@@ -214,6 +228,50 @@ def describe(cell: Cell | None) -> str:
     if len(returns) != MANY_SEEDS:
         parts.append(f"{len(returns)} seed{'s' * (len(returns) > 1)}")
     return "<br>".join(parts)
+
+
+def published_line(cells: list[Cell]) -> str:
+    """Return how many published figures our intervals reach, and name those that they do not."""
+    not_run, short = dict.fromkeys(PUBLISHED), []
+    reached = 0
+    for cell in cells:
+        row = (cell.runs[0].label, *cell.column)
+        if row not in PUBLISHED:
+            continue
+        not_run.pop(row, None)
+        _, _, high = robust_interval([run.training_return for run in cell.runs])
+        if high >= PUBLISHED[row]:
+            reached += 1
+        else:
+            short.append(f"{row[0]} on {row[1]} (up to {high:.1f}, published {PUBLISHED[row]})")
+    line = f"Rows with a published figure: {reached + len(short)}. "
+    line += f"The 95 % interval of {reached} of them reaches it or lies above"
+    line += f"; it ends below for {', '.join(short)}." if short else "."
+    missing = ", ".join(f"{algo} on {env_id}" for algo, env_id, _ in not_run)
+    return line + (f" Published, but not run here: {missing}." if missing else "")
+
+
+def rows_table(page: Page, cells: list[Cell]) -> str:
+    """Return every group of runs, a line each, with what made it."""
+    rows = []
+    for cell in sorted(cells, key=lambda cell: cell.column):
+        env_id, steps = cell.column
+        runs = cell.runs
+        row = [
+            env_id,
+            f"{steps:,}",
+            algorithm_link(page, cell),
+            str(len(runs)),
+            robust_mean([run.training_return for run in runs]),
+            robust_mean([run.evaluation_return for run in runs]),
+            str(PUBLISHED.get((runs[0].label, env_id, steps), "–")),
+            f"{np.mean([run.seconds for run in runs]) / 60:.1f}",
+            f"`{sweep_command(runs)}`",
+            commits(runs),
+        ]
+        rows.append(row)
+    header = ["environment", "env steps", "algorithm", "seeds", "training return", "evaluation"]
+    return markdown_table([*header, "published", "minutes", "command", "commit"], rows)
 
 
 def own_flags(cell: Cell) -> str:

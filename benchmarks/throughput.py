@@ -34,6 +34,7 @@ from typing import Any, Literal
 import tyro
 
 from machine import ROOT, cpu_model, describe_commit, on_cores
+from random_policy import random_steps
 
 from common.run.logger import read_metrics
 
@@ -213,30 +214,11 @@ def loop_measure(config: Any) -> Measure:
 def env_measure(config: Any, purpose: Any = "evaluate") -> Measure:
     """Vector steps of the environments alone, with actions drawn evenly from between the bounds."""
     import jax
-    import numpy as np
-    from jax import lax
 
     from common.envs import make_env
-    from common.envs.env import action_bounds
 
     env = make_env(config, purpose)
-    low, high = action_bounds(env.action_space)
-    is_float = np.issubdtype(low.dtype, np.floating)
-    shape = (config.num_envs, *(env.action_space.shape or ()))
-
-    @jax.jit
-    def steps(state: Any, key: Any, count: int) -> Any:
-        def step(_: Any, carry: Any) -> Any:
-            state, key = carry
-            key, action_key = jax.random.split(key)
-            if is_float:
-                action = jax.random.uniform(action_key, shape, minval=low, maxval=high)
-            else:
-                action = jax.random.randint(action_key, shape, low, high + 1)
-            return env.step(state, action)[0], key
-
-        return lax.fori_loop(0, count, step, (state, key))
-
+    steps = random_steps(env)
     carry = [env.reset(jax.random.key(0)), jax.random.key(1)]
 
     def run(count: int) -> None:

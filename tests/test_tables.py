@@ -96,6 +96,33 @@ def test_a_family_appears_with_its_data() -> None:
     assert "gymnax/CartPole-v1" not in block, "other runs are on the site alone"
 
 
+def test_published_figures_that_are_reached_missed_and_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published = {("dqn", "CartPole-v1", 10): 5, ("c51", "CartPole-v1", 10): 9}
+    monkeypatch.setattr(tables, "PUBLISHED", published | {("ppo", "Acrobot-v1", 10): -80})
+    cells = [
+        make_cell([4.0, 6.0], steps=10),
+        make_cell([7.0, 8.0], algo="c51", steps=10),
+        make_cell([9.0], algo="c51", steps=20),
+    ]
+    assert tables.published_line(cells) == (
+        "Rows with a published figure: 2. The 95 % interval of 1 of them reaches it or lies above; "
+        "it ends below for c51 on CartPole-v1 (up to 8.0, published 9). "
+        "Published, but not run here: ppo on Acrobot-v1."
+    )
+
+
+def test_every_row_by_hand() -> None:
+    cells = [make_cell([2.0], folder="sweep_gymnasium", seconds=90.0, evaluation_return=3.0)]
+    row = tables.rows_table(SITE, cells).split("\n")[-1]
+    command = "python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 --num-seeds 1"
+    assert row == (
+        "| CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 1 | 2.0 [nan, nan] | 3.0 [nan, nan] "
+        f"| 498 | 1.5 | `{command} --eval-frequency 0` | abc |"
+    )
+
+
 def test_only_what_is_between_the_markers_changes() -> None:
     page = f"above\n{tables.BEGIN}\nold\n{tables.END}\nbelow\n"
     expected = f"above\n{tables.BEGIN}\n\nnew\n\n{tables.END}\nbelow\n"
