@@ -283,13 +283,13 @@ def commits(group: list[Result]) -> str:
 def mean_and_std(values: list[float]) -> str:
     """Return mean ± standard deviation; the mean alone of one value."""
     spread = f" ± {np.std(values):.1f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.1f}{spread}"
+    return f"{np.mean(values):z.1f}{spread}"
 
 
 def robust_mean(values: list[float]) -> str:
     """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
     mean, low, high = robust_interval(values)
-    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+    return f"{mean:z.1f} [{low:z.1f}, {high:z.1f}]"
 
 
 def robust_interval(values: list[float]) -> tuple[float, float, float]:

@@ -161,6 +161,44 @@ def test_committed_tables_follow_from_the_data(page: tables.Page) -> None:
     assert tables.with_block(text, block, page.path) == text, "run python benchmarks/tables.py"
 
 
+def rows_of_results(page: Path) -> list[dict[str, str]]:
+    """Return the rows of a page's tables of returns by environment, by the names of columns."""
+    rows: list[dict[str, str]] = []
+    header: list[str] = []
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if not cells or cells[:2] == ["environment", "env steps"]:
+            header = cells if "training return" in cells else []
+        elif header and not cells[0].startswith("---"):
+            rows.append(dict(zip(header, cells, strict=True)))
+    return rows
+
+
+def agrees(row: dict[str, str], cell: tables.Cell) -> bool:
+    """Return whether runs give what stands in a row."""
+    returns = [run.training_return for run in cell.runs]
+    made = {
+        "environment": cell.runs[0].env_id,
+        "env steps": f"{cell.runs[0].steps:,}",
+        "training return": report.mean_and_std(returns),
+        "each seed": ", ".join(f"{value:.1f}" for value in returns),
+        "evaluation": report.mean_and_std([run.evaluation_return for run in cell.runs]),
+    }
+    written = row | {"environment": row["environment"].removesuffix(", tuned")}
+    return all(written[name] == made[name] for name in made.keys() & written.keys())
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/algorithms").glob("*.md")), ids=lambda p: p.stem
+)
+def test_tables_of_an_algorithm_follow_from_the_data(page: Path) -> None:
+    cells = [cell for cell in tables.read_cells(tables.RESULTS) if cell.runs[0].algo == page.stem]
+    rows = rows_of_results(page)
+    assert rows or page.stem == "ppo_rnn", "no table of returns by environment"
+    wrong = [row for row in rows if not any(agrees(row, cell) for cell in cells)]
+    assert wrong == []
+
+
 def test_committed_reports_follow_from_the_data() -> None:
     folders = [path.parent for path in tables.RESULTS.glob("sweep*/jobs")]
     assert len(folders) > 10
