@@ -219,8 +219,8 @@ def draw_profiles(family: Family, rows: list[Standing]) -> str:
     FigureCanvasAgg(figure)
     names = ", ".join(env_id for env_id, _ in rows[0].cells)
     axes = figure.add_subplot(title=names, xlabel="score τ", ylabel="share of runs above τ")
-    highest = max(values.max() for row in rows for values in row.scores)
-    levels = np.linspace(0, highest, GRID)
+    scores = np.concatenate([values for row in rows for values in row.scores])
+    levels = np.linspace(np.floor(scores.min() * 10) / 10, scores.max(), GRID)
     for i, row in enumerate(rows):
         share, low, high = profile(row.scores, levels)
         colour, dashes = f"C{i % 10}", "-" if i < 10 else "--"
