@@ -120,7 +120,7 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, config.sigma, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
-        self.optimizer = optax.flatten(optax.adam(config.learning_rate))
+        self.optimizer = optax.adam(config.learning_rate)
 
     def init(self, key: Array) -> LearnerState:
         """Draw new parameters; the target network starts as a copy."""
@@ -177,9 +177,9 @@ class Agent:
         return self.algorithm.predict(state.params, obs).argmax(axis=-1)  # [N]
 
     def sample(self, state: LearnerState, obs: Any, step: Array, key: Array) -> Array:
-        """Action [N] to train with: the greedy one under noise drawn for each environment."""
+        """Action [N] to train with."""
         q_values = self.algorithm.predict(state.params, obs, key, self.config.num_envs)  # [N, A]
-        return q_values.argmax(axis=-1)  # [N]
+        return q_values.argmax(axis=-1)  # [N], each under noise of its own
 
     def learn(
         self, state: LearnerState, batch: Batch, key: Array

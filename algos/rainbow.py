@@ -186,7 +186,7 @@ class Algorithm:
         self.make_model = partial(Model, config, obs_space, action_space)
         self.support = jnp.linspace(config.v_min, config.v_max, config.num_atoms)  # z [M]
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
-        self.optimizer = optax.flatten(optax.adam(config.learning_rate, eps=config.adam_epsilon))
+        self.optimizer = optax.adam(config.learning_rate, eps=config.adam_epsilon)
 
     def init(self, key: Array) -> LearnerState:
         """Draw new parameters; the target network starts as a copy."""

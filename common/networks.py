@@ -17,7 +17,6 @@ from common.action_masks import without_mask
 
 SMALLEST_CNN_IMAGE = 36
 SMALLEST_GRID, LARGEST_GRID = 8, 16
-FEW_ROWS = 64  # of a noisy layer: with 32 a run of Rainbow took 0.7 times as long, with 128 1.6
 FLAX_DEFAULT = nnx.initializers.lecun_normal()
 
 Initializer = Callable[..., Array]
@@ -195,10 +194,9 @@ class NoisyLinear(nnx.Module):
         noise_in = _signed_root(jax.random.normal(in_key, (num_draws, x.shape[1])))
         noise_out = _signed_root(jax.random.normal(out_key, (num_draws, kernel.shape[1])))
         bias += self.sigma_bias[...] * noise_out  # [num_draws, outputs]
-        # (σ ⊙ f(ε_out) f(ε_in)ᵀ) x is also f(ε_out) ⊙ σ (f(ε_in) ⊙ x), a second product with all
-        # rows, which for few of them costs less than the noise of each weight.
-        if num_draws == 1 and len(x) > FEW_ROWS:
+        if num_draws == 1:
             return x @ (kernel + self.sigma_kernel[...] * noise_in.T * noise_out) + bias
+        # (σ ⊙ f(ε_out) f(ε_in)ᵀ) x is also f(ε_out) ⊙ σ (f(ε_in) ⊙ x): no kernel for each row.
         return x @ kernel + noise_out * ((x * noise_in) @ self.sigma_kernel[...]) + bias
 
 

@@ -15,7 +15,6 @@ from common import cpu_gradients
 from common.cpu_gradients import FEW
 from common.networks import (
     CNN,
-    FEW_ROWS,
     MLP,
     Conv,
     Encoder,
@@ -292,7 +291,7 @@ def other_sigmas(layer: NoisyLinear) -> NoisyLinear:
     return layer
 
 
-@pytest.mark.parametrize(("num_rows", "num_draws"), [(5, 1), (5, 5), (FEW_ROWS + 1, 1)])
+@pytest.mark.parametrize(("num_rows", "num_draws"), [(5, 1), (5, 5)])
 def test_noisy_linear_is_equations_9_to_11(num_rows: int, num_draws: int) -> None:
     layer = other_sigmas(NoisyLinear(4, 3, nnx.Rngs(0)))
     x = np.resize(np.random.default_rng(0).normal(size=(5, 4)), (num_rows, 4))

@@ -7,6 +7,7 @@ The layers with noise are tested in `test_networks.py`, projection, returns and 
 import importlib
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -319,13 +320,14 @@ def test_with_noise_alone_targets_are_those_of_its_file():
 
 
 @pytest.mark.parametrize(("part", "name"), [(None, "dqn"), ("prioritized", "prioritized_dqn")])
-def test_a_run_with_at_most_priorities_is_that_of_the_file_to_the_bit(part, name):
+def test_a_run_with_at_most_priorities_is_that_of_the_file(part, name):
+    """But for rounding: over one flat vector, as there, XLA joins Adam's operations otherwise."""
     config = replace(SMALL, **NO_PART | ({part: True} if part else {}))
     module, options = variant(name, config)
     rainbow, other = quick(Trainer(config)), quick(module.Trainer(options))
     logs, expected = logs_of(rainbow), logs_of(other)
     assert logs["charts/updates"] == 15 and logs.keys() == expected.keys()
-    compare = np.testing.assert_array_equal
+    compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
     jax.tree.map(compare, moved_head(rainbow.state.learner.params), other.state.learner.params)
     jax.tree.map(compare, rainbow.state.replay, other.state.replay)
     np.testing.assert_allclose(logs["losses/td_loss"], expected["losses/td_loss"], rtol=1e-5)
