@@ -9,6 +9,7 @@ import types
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T", int, float)
+SMALLEST = 2.0**-126  # in size, but for 0: XLA takes smaller ones for 0
 LARGEST = {bool: 1, int: 2**31 - 1, float: 2.0**128 - 2.0**104}  # of 32 bits, as JAX computes
 
 

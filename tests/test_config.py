@@ -55,6 +55,10 @@ def test_what_lies_inside_is_accepted(fields):
         ({"size": True}, "--size must be a whole number, got True"),
         ({"size": 2**31}, "--size must be below 2147483648, got 2147483648"),
         ({"rate": 0.0}, "--rate must be above 0, got 0.0"),
+        (
+            {"rate": 1e-46},
+            "--rate must be 1.17549e-38 or more in size, got 1e-46, which is 0 in float32",
+        ),
         ({"rate": 10**400}, f"--rate must be 3.40282e+38 or less, got {10**400}"),
         ({"name": None}, "--name must be a text, got None"),
         ({"flag": 1}, "--flag must be true or false, got 1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from common.errors import UserError
-from common.ranges import LARGEST, Range, accepted, fits
+from common.ranges import LARGEST, SMALLEST, Range, accepted, fits
 
 from common.run.trainer import RunConfig
 
@@ -88,6 +88,10 @@ def _check_number(flag: str, value: Any, kind: type, limits: Range) -> None:
     if abs(value) > LARGEST[kind]:
         most = f"below {LARGEST[int] + 1}" if kind is int else f"{LARGEST[float]:g} or less"
         raise UserError(f"{flag} must be {most}, got {value}")
+    if 0 < abs(value) < SMALLEST:
+        raise UserError(
+            f"{flag} must be {SMALLEST:g} or more in size, got {value}, which is 0 in float32"
+        )
 
 
 def check_replay(config: ReplayConfig) -> None:
