@@ -187,11 +187,13 @@ def test_runs_on_atari_with_the_preset():
 @pytest.mark.learning
 def test_learns_cartpole():
     config = Config(
-        total_timesteps=50_000,
+        total_timesteps=30_000,
         learning_starts=1_000,
         learning_rate=1e-3,
         exploration_fraction=0.4,
-        target_network_frequency=250,
+        target_network_frequency=4,
+        tau=0.02,
+        n_step=3,
         train_frequency=4,
         num_atoms=51,
         v_min=0.0,
@@ -199,5 +201,5 @@ def test_learns_cartpole():
     trainer = Trainer(config)
     for _ in trainer():
         pass
-    # 8 seeds gave 121 to 500; no bootstrap, and one behind terminations too, gave 9 to 48.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 100
+    # 8 seeds gave 401 to 500; targets without a bootstrap gave 10 to 113 over 3.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 250

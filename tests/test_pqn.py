@@ -243,8 +243,9 @@ def test_runs_on_atari_with_the_preset():
 
 @pytest.mark.learning
 def test_learns_cartpole():
-    trainer = Trainer(Config(num_envs=8, num_steps=32, total_timesteps=102_400))
+    config = Config(num_envs=8, num_steps=32, total_timesteps=122_880, q_lambda=0.4)
+    trainer = Trainer(config)
     for _ in trainer():
         pass
-    # 3 seeds gave 216, 372 and 500; a value behind every termination gave 129 and 40.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
+    # 8 seeds gave 296 to 500; targets without a bootstrap gave 11 to 130 over 6.
+    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 200

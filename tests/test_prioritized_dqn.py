@@ -150,4 +150,4 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(trainer, tmp_path):
 def test_learns_cartpole():
     # 8 seeds gave 211 to 500; priorities 1 / |δ|, or δ for δ² in the loss, gave 9. Without weights
     # two seeds gave 458 and 500: CartPole does not tell, the losses by hand above do.
-    assert return_after_cartpole(prioritized_dqn, 1) >= 100
+    assert return_after_cartpole(prioritized_dqn, 1) >= 150
