@@ -180,6 +180,7 @@ def agrees(row: dict[str, str], cell: tables.Cell) -> bool:
     made = {
         "environment": cell.runs[0].env_id,
         "env steps": f"{cell.runs[0].steps:,}",
+        "setting": cell.runs[0].setting,
         "training return": report.mean_and_std(returns),
         "each seed": ", ".join(f"{value:.1f}" for value in returns),
         "evaluation": report.mean_and_std([run.evaluation_return for run in cell.runs]),
