@@ -11,9 +11,11 @@ Performance profiles, interquartile means over all runs and stratified bootstrap
 """
 
 import json
+import math
 from itertools import groupby
 from typing import NamedTuple
 
+import gymnasium
 import numpy as np
 
 from common.errors import UserError
@@ -49,10 +51,10 @@ class Scale(NamedTuple):
     """What a score of 0 and of 1 stand for on an environment."""
 
     random: float  # return of a random policy
-    best: float  # highest mean training return of an algorithm
+    best: float  # highest mean training return, or the threshold that no algorithm reaches
 
     def score(self, returns: np.ndarray) -> np.ndarray:
-        """Return 0 for a random policy's return and 1 for the best algorithm's."""
+        """Return 0 for a random policy's return and 1 for the best."""
         return (returns - self.random) / (self.best - self.random)
 
 
@@ -108,6 +110,9 @@ def shared_columns(family: Family, cells: list[Cell]) -> list[Column]:
 def scale_of(column: Column, cells: list[Cell]) -> Scale:
     """Return the scale of an environment.
 
+    Its 1 is the best algorithm's mean or, where that falls short, the return at which Gymnasium
+    counts the environment as solved.
+
     Raises:
         UserError: the return of a random policy is not known.
     """
@@ -121,6 +126,9 @@ def scale_of(column: Column, cells: list[Cell]) -> Scale:
         for cell in cells
         if cell.column == column
     ]
+    spec = gymnasium.registry.get(env_id)
+    if spec is not None and spec.reward_threshold is not None:
+        returns.append(spec.reward_threshold)
     return Scale(random[env_id], float(max(returns)))
 
 
@@ -164,10 +172,20 @@ def steps_to(level: float, cell: Cell, scale: Scale) -> int | None:
 
 
 def aggregate(scores: list[np.ndarray]) -> tuple[float, float, float]:
-    """Return the interquartile mean over all runs and its 95 % interval, drawn by environment."""
+    """Return the interquartile mean over all runs and its 95 % interval, drawn by environment.
+
+    Every environment counts alike, however many seeds it has.
+    """
     strata = [values[:, None] for values in scores]  # [S, 1] each
-    low, high = bootstrap_interval(strata, interquartile_mean)
-    return float(interquartile_mean(*strata)[0]), float(low[0]), float(high[0])
+    low, high = bootstrap_interval(strata, balanced_mean)
+    return float(balanced_mean(*strata)[0]), float(low[0]), float(high[0])
+
+
+def balanced_mean(*strata: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Return the interquartile mean of runs that are repeated to equal numbers in all strata."""
+    most = math.lcm(*(runs.shape[axis] for runs in strata))
+    repeated = [np.repeat(runs, most // runs.shape[axis], axis=axis) for runs in strata]
+    return interquartile_mean(*repeated, axis=axis)
 
 
 def profile(scores: list[np.ndarray], levels: np.ndarray) -> tuple[np.ndarray, ...]:

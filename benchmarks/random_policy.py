@@ -19,7 +19,7 @@ from common.run import checkpoint, cli
 
 NUM_ENVS = 16
 ENV_IDS = (
-    *("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
+    *("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3"),
     *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
     *("pgx/minatar-asterix", "pgx/minatar-breakout", "pgx/minatar-space_invaders"),
 )

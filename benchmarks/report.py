@@ -35,6 +35,7 @@ PUBLISHED: dict[tuple[str, str, int], int] = {
     ("dqn", "MountainCar-v0", 500_000): -189,
     ("c51", "CartPole-v1", 500_000): 491,
     ("c51", "Acrobot-v1", 500_000): -87,
+    ("c51", "MountainCar-v0", 500_000): -174,
     ("ppo", "CartPole-v1", 500_000): 490,
     ("ppo", "Acrobot-v1", 500_000): -86,
     ("ppo", "MountainCar-v0", 500_000): -200,

@@ -80,6 +80,7 @@ FAMILIES = (
         ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala"),
         ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     ),
+    Family("lunarlander", "LunarLander-v3, tuned", ("sweep_lunarlander",)),
     Family(
         "mujoco",
         "MuJoCo",

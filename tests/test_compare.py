@@ -76,12 +76,28 @@ def test_aggregate_is_the_interquartile_mean_of_all_runs() -> None:
     assert 0 <= low < mean < high <= 9
 
 
+def test_aggregate_counts_every_environment_alike() -> None:
+    # As 0, 0, 3, 3 and 2, 4, 6, 8; the middle four are 2, 3, 3, 4.
+    mean, _, _ = compare.aggregate([np.array([0.0, 3.0]), np.array([2.0, 4.0, 6.0, 8.0])])
+    assert mean == pytest.approx(3.0)
+
+
+@pytest.mark.usefixtures("known_random")
+def test_best_is_the_threshold_that_no_algorithm_reaches() -> None:
+    # Gymnasium's thresholds: 475 of CartPole-v1, -100 of Acrobot-v1.
+    cells = [make_cell([400.0]), make_cell([480.0, 482.0], algo="ppo")]
+    assert compare.scale_of(("CartPole-v1", 1000), cells[:1]) == (20.0, 475.0)
+    assert compare.scale_of(("CartPole-v1", 1000), cells) == (20.0, 481.0)
+    cells = [make_cell([-130.0], env_id="Acrobot-v1")]
+    assert compare.scale_of(("Acrobot-v1", 1000), cells) == (-500.0, -100.0)
+
+
 @pytest.mark.usefixtures("known_random")
 def test_environments_that_one_algorithm_lacks_are_left_out() -> None:
     cells = [
-        make_cell([120.0]),
+        make_cell([260.0]),
         make_cell([-100.0], env_id="Acrobot-v1"),
-        make_cell([220.0, 220.0], algo="ppo"),
+        make_cell([500.0, 500.0], algo="ppo", curve=[(500, 260.0, 1.0)]),
     ]
     assert compare.shared_columns(CLASSIC, cells) == [("CartPole-v1", 1000)]
     dqn, ppo = compare.standings(CLASSIC, cells)

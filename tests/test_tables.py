@@ -15,7 +15,8 @@ import report  # noqa: E402
 import tables  # noqa: E402
 
 README, SITE = tables.PAGES
-CLASSIC, MUJOCO, MINATAR = tables.FAMILIES
+FAMILIES = {family.name: family for family in tables.FAMILIES}
+CLASSIC, MINATAR = FAMILIES["classic"], FAMILIES["minatar"]
 
 
 def make_cell(
