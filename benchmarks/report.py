@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -194,21 +194,24 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
     is_crowded = len(curves) > FEW_CURVES
     figure = Figure(figsize=(9, 5) if is_crowded else (7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=env_id, xlabel="env steps", ylabel="episodic return (raw)")
+    ylabel = "episodic return (raw), 95 % interval"
+    axes = figure.add_subplot(title=env_id, xlabel="env steps", ylabel=ylabel)
     for i, curve in enumerate(curves):
-        color = f"C{i}" if i < 10 else "black"
-        label = f"{curve.algo}, {curve.seeds} seed{'s' * (curve.seeds > 1)}"
-        axes.plot(curve.step, curve.mean, color=color, label=f"{label}: mean")
+        many = f"mean of {curve.seeds} seeds" if curve.seeds > 1 else "1 seed"
+        draw_curve(axes, curve, i, f"{curve.algo}, {many}")
         if curve.seeds >= MANY_SEEDS and not is_crowded:
-            axes.plot(curve.step, curve.iqm, "--", color=color, label="interquartile mean")
-        if curve.seeds > 1:
-            band = axes.fill_between(curve.step, curve.low, curve.high, color=color)
-            band.set(alpha=0.2, linewidth=0)
-            if not is_crowded or curve is curves[-1]:
-                band.set_label("95 % interval of the mean")
+            axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
     axes.grid(alpha=0.3)
     axes.legend(**({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if is_crowded else {}))
     figure.savefig(picture, dpi=120)
+
+
+def draw_curve(axes: Any, curve: SeedCurves, number: int, label: str) -> None:
+    """Draw a mean over seeds and its 95 % interval; there are ten colours, then dashes."""
+    colour, dashes = f"C{number % 10}", "-" if number < 10 else "--"
+    axes.plot(curve.step, curve.mean, dashes, color=colour, label=label)
+    if np.isfinite(curve.low).any():
+        axes.fill_between(curve.step, curve.low, curve.high, color=colour, alpha=0.15, lw=0)
 
 
 def markdown_report(groups: list[list[Result]]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from report import (
     MANY_SEEDS,
     PUBLISHED,
     Result,
-    SeedCurves,
     commits,
+    draw_curve,
     mean_and_std,
     read_groups,
     robust_interval,
@@ -80,7 +80,7 @@ FAMILIES = (
         ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala"),
         ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     ),
-    Family("lunarlander", "LunarLander-v3, tuned", ("sweep_lunarlander",)),
+    Family("lunarlander", "LunarLander-v3, own flags", ("sweep_lunarlander",)),
     Family(
         "mujoco",
         "MuJoCo",
@@ -309,7 +309,8 @@ def draw_family(family: Family, cells: list[Cell]) -> str | None:
     for i, column in enumerate(columns):
         axes = figure.add_subplot(1, len(columns), i + 1, title=column[0], xlabel="env steps")
         for cell in (cell for cell in cells if cell.column == column):
-            draw_curve(axes, seed_curves(cell.runs), labels.index(cell.runs[0].label))
+            label = cell.runs[0].label
+            draw_curve(axes, seed_curves(cell.runs), labels.index(label), label)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training return, mean over seeds")
     handles = {line.get_label(): line for axes in figure.axes for line in axes.lines}
@@ -319,14 +320,6 @@ def draw_family(family: Family, cells: list[Cell]) -> str | None:
     path = f"docs/img/results_{family.name}.png"
     figure.savefig(ROOT / path, dpi=120)
     return path
-
-
-def draw_curve(axes: Any, curve: SeedCurves, number: int) -> None:
-    """Draw a mean over seeds and its 95 % interval; there are ten colours, then dashes."""
-    colour, dashes = f"C{number % 10}", "-" if number < 10 else "--"
-    axes.plot(curve.step, curve.mean, dashes, color=colour, label=curve.algo)
-    if np.isfinite(curve.low).any():
-        axes.fill_between(curve.step, curve.low, curve.high, color=colour, alpha=0.15, lw=0)
 
 
 if __name__ == "__main__":
