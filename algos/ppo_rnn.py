@@ -50,7 +50,7 @@ from common.run.runner import run
 
 @dataclass(frozen=True)
 class Config:
-    """Hyper-parameters; the defaults are CleanRL's for CartPole-v1."""
+    """Hyper-parameters; the defaults are near CleanRL's for CartPole-v1."""
 
     env_id: str = "CartPole-v1"  # an envpool or Gymnasium id, or gymnax/ID or pgx/ID
     env_backend: EnvBackend = "auto"  # auto: envpool where it knows the id, else Gymnasium
@@ -78,7 +78,7 @@ class Config:
     core: Literal["lstm", "gru"] = "lstm"  # recurrent core
     core_size: Positive[int] = 128  # units of the core
     normalize_obs: bool = False  # shift and scale observations by running statistics
-    normalize_reward: bool = False  # divide rewards by the running deviation of returns
+    normalize_reward: bool = True  # divide rewards by the running deviation of returns
     eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
@@ -98,12 +98,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_minibatches": 16,
         "entropy_coef": 0.0,
         "normalize_obs": True,
-        "normalize_reward": True,
     },
     "atari": {
         "num_envs": 8,
         "total_timesteps": 10_000_000,
         "clip_coef": 0.1,
+        "normalize_reward": False,
     },
 }
 

@@ -93,7 +93,7 @@ def test_packed_parameters_come_back_bit_for_bit():
 
 @pytest.mark.parametrize("module", [ppo_rnn, pqn])
 def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
-    """Two of four, which is fewer than minibatches; seeds differ between Explorers and restarts."""
+    """Two of four, fewer than minibatches and running returns; seeds differ after restarts too."""
     monkeypatch.setattr("common.run.threads.use_cores", lambda count: [])
     config = module.Config(env_id="gymnax/CartPole-v1", num_envs=4, num_steps=8)
     trainer = module.Trainer(config)

@@ -27,6 +27,7 @@ class Plan(NamedTuple):
     import_path: list[str]  # of the Learner, for environments that are imported
     config: dict[str, Any]
     num_explorers: int
+    weights: list[jax.ShapeDtypeStruct]  # leaves of the Learner's, which has all environments
 
 
 class Collected(NamedTuple):
@@ -67,7 +68,7 @@ class Explorer:
         self._make_learner = type(learner)
         self._state = _without_learner(self.trainer.state)
         compiled = jax.jit(self._collect, donate_argnums=0)
-        self._shapes = jax.eval_shape(lambda: weights_of(learner))
+        self._shapes = jax.tree.unflatten(jax.tree.structure(weights_of(learner)), plan.weights)
         weights = jax.eval_shape(packed, self._shapes)
         self._compiled = compiled.lower(self._state, weights, np.int32(0)).compile()
 
