@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from machine import ROOT, describe_commit, describe_cores
+from tables import FAMILIES
 
 from common.run import checkpoint, cli
 
 NUM_ENVS = 16
-ENV_IDS = (
-    *("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3"),
-    *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
-    *("pgx/minatar-asterix", "pgx/minatar-breakout", "pgx/minatar-space_invaders"),
-)
+ENV_IDS = tuple(dict.fromkeys(env_id for family in FAMILIES for env_id in family.env_ids))
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Family:
     name: str  # of its picture
     title: str
     folders: tuple[str, ...]  # under benchmarks/results; one that is missing is left out
-    env_ids: tuple[str, ...] = ()  # in their order; all of the folders if there are none
+    env_ids: tuple[str, ...]  # in their order; others of the folders are left out
 
 
 FAMILIES = (
@@ -80,14 +80,35 @@ FAMILIES = (
         ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala"),
         ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     ),
-    Family("lunarlander", "LunarLander-v3, own flags", ("sweep_lunarlander",)),
+    Family("lunarlander", "LunarLander-v3, own flags", ("sweep_lunarlander",), ("LunarLander-v3",)),
+    Family(
+        "on_policy",
+        "Continuous control, on-policy, own flags",
+        (
+            "sweep_on_policy_pendulum",
+            "sweep_on_policy_mountain_car",
+            "sweep_on_policy_lunarlander_continuous",
+        ),
+        ("Pendulum-v1", "MountainCarContinuous-v0", "LunarLanderContinuous-v3"),
+    ),
+    Family(
+        "off_policy",
+        "Continuous control, off-policy, own flags",
+        ("sweep_off_policy_pendulum", "sweep_mountain_car", "sweep_lunarlander_continuous"),
+        ("Pendulum-v1", "MountainCarContinuous-v0", "LunarLanderContinuous-v3"),
+    ),
     Family(
         "mujoco",
         "MuJoCo",
         ("sweep_halfcheetah", "sweep_ppo_mujoco"),
         ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
     ),
-    Family("minatar", "MinAtar", ("sweep_minatar",)),
+    Family(
+        "minatar",
+        "MinAtar",
+        ("sweep_minatar",),
+        ("pgx/minatar-asterix", "pgx/minatar-breakout", "pgx/minatar-space_invaders"),
+    ),
 )
 
 
@@ -181,8 +202,7 @@ def family_cells(family: Family, cells: Iterable[Cell]) -> list[Cell]:
 
 def belongs(cell: Cell, family: Family) -> bool:
     """Return whether a cell is one of a family's table."""
-    known = not family.env_ids or cell.runs[0].env_id in family.env_ids
-    return known and cell.folder in family.folders
+    return cell.runs[0].env_id in family.env_ids and cell.folder in family.folders
 
 
 def family_table(page: Page, family: Family, cells: list[Cell]) -> str:

@@ -91,9 +91,9 @@ def test_a_family_appears_with_its_data() -> None:
     block = tables.page_block(SITE, cells)
     assert "## Classic control" in block and "MinAtar" not in block and "MuJoCo" not in block
     assert "| gymnax/CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 3.0<br>1 seed |" in block
-    more = [make_cell([9.0], folder="sweep_minatar", env_id="gymnax/Breakout-MinAtar", steps=10)]
+    more = [make_cell([9.0], folder="sweep_minatar", env_id="pgx/minatar-breakout", steps=10)]
     block = tables.page_block(README, cells + more)
-    assert "### MinAtar\n\n| algorithm | gymnax/Breakout-MinAtar<br>10 steps | data |" in block
+    assert "### MinAtar\n\n| algorithm | pgx/minatar-breakout<br>10 steps | data |" in block
     assert "gymnax/CartPole-v1" not in block, "other runs are on the site alone"
 
 
