@@ -36,6 +36,7 @@ from common.run import cli
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
 END = "<!-- end of results -->"
+LEAST_SEEDS = 3  # of a row
 ORDER = (
     *("dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51", "qr_dqn", "iqn"),
     *("rainbow", "pqn", "apex_dqn", "r2d2"),
@@ -152,11 +153,15 @@ def main() -> None:
 
 
 def read_cells(results: Path) -> list[Cell]:
-    """Return the groups of runs of all sweeps, in the order in which algorithms are named."""
+    """Return the groups of runs of all sweeps, in the order in which algorithms are named.
+
+    A group that is too small for a row is left out until its sweep has gone on.
+    """
     folders = sorted(path.parent for path in results.glob("sweep*/jobs"))
     cells = [Cell(folder.name, runs) for folder in folders for runs in read_groups(folder)]
+    whole = [cell for cell in cells if len(cell.runs) >= LEAST_SEEDS]
     return sorted(
-        cells, key=lambda cell: (place(ORDER, cell.runs[0].algo), cell.runs[0].label, cell.folder)
+        whole, key=lambda cell: (place(ORDER, cell.runs[0].algo), cell.runs[0].label, cell.folder)
     )
 
 

@@ -1,5 +1,7 @@
 """Tables of algorithm x environment: cells by hand, and the committed pages."""
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,16 @@ def test_flags_that_change_nothing_are_left_out() -> None:
 
 
 # Tables
+
+
+def test_a_row_needs_three_seeds(tmp_path: Path) -> None:
+    jobs = tmp_path / "sweep" / "jobs"
+    jobs.mkdir(parents=True)
+    for algo, count in (("dqn", 3), ("ppo", 2)):
+        for run in make_cell([1.0] * count, algo).runs:
+            text = json.dumps(dataclasses.asdict(run))
+            (jobs / f"{algo}__CartPole-v1__{run.seed}.json").write_text(text)
+    assert [cell.runs[0].algo for cell in tables.read_cells(tmp_path)] == ["dqn"]
 
 
 def test_table_by_hand() -> None:
