@@ -16,6 +16,7 @@ import numpy as np
 
 from common.errors import UserError
 from machine import ROOT
+from repeat import Repeat, first_of_commits, read_repeats, run_name
 from report import (
     MANY_SEEDS,
     PUBLISHED,
@@ -55,12 +56,16 @@ EXPLANATION = (
 )
 
 
+ROWS_ORIGIN = ("published", "minutes", "command", "commit", "repeated")
 ROWS = (
     "Interquartile means over seeds with bootstrapped 95 % intervals; of fewer than "
     f"{MANY_SEEDS} seeds it is close to the mean. Evaluation: the final policy, greedy where the "
     "algorithm's page does not say otherwise. Published: "
     "[CleanRL](https://docs.cleanrl.dev/rl-algorithms/overview/), training return. Minutes: wall "
-    "time of a run on one core, which shared its machine with other runs."
+    "time of a run on one core, which shared its machine with other runs. Repeated: the commit on "
+    "which the first part of a run was trained again (`benchmarks/repeat.py`) and had the same "
+    "returns to the bit, and how much of it, so that the row is one of that commit, too; *rounds "
+    "otherwise* where a return differs."
 )
 
 
@@ -279,7 +284,7 @@ def published_line(cells: list[Cell]) -> str:
 
 def rows_table(page: Page, cells: list[Cell]) -> str:
     """Return every group of runs, a line each, with what made it."""
-    rows = []
+    rows, repeats = [], read_repeats()
     for cell in sorted(cells, key=lambda cell: cell.column):
         env_id, steps = cell.column
         runs = cell.runs
@@ -294,10 +299,27 @@ def rows_table(page: Page, cells: list[Cell]) -> str:
             f"{np.mean([run.seconds for run in runs]) / 60:.1f}",
             f"`{sweep_command(runs)}`",
             commits(runs),
+            repeated(cell, repeats),
         ]
         rows.append(row)
     header = ["environment", "env steps", "algorithm", "seeds", "training return", "evaluation"]
-    return markdown_table([*header, "published", "minutes", "command", "commit"], rows)
+    return markdown_table([*header, *ROWS_ORIGIN], rows)
+
+
+def repeated(cell: Cell, repeats: dict[str, Repeat]) -> str:
+    """Return on which commit a row's runs were repeated, and how far; – where that tells nothing.
+
+    A run of each of its commits counts, and only where it was repeated since it was made.
+    """
+    runs = first_of_commits(cell.runs)
+    found = [repeats.get(run_name(cell.folder, run)) for run in runs]
+    valid = [f for f, run in zip(found, runs, strict=True) if f and f.commit == run.commit]
+    if any(f.differs_at is not None for f in valid):
+        return "rounds otherwise"
+    if len(valid) < len(runs) or not all(f.told for f in valid):
+        return "–"
+    share = min(f.until for f in valid) / cell.runs[0].steps
+    return f"{', '.join(sorted({f.repeated_on for f in valid}))}, {share:.0%}"
 
 
 def own_flags(cell: Cell) -> str:

@@ -13,6 +13,7 @@ from common.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import repeat  # noqa: E402
 import report  # noqa: E402
 import tables  # noqa: E402
 
@@ -132,8 +133,23 @@ def test_every_row_by_hand() -> None:
     command = "python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 --num-seeds 1"
     assert row == (
         "| CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 1 | 2.0 [nan, nan] | 3.0 [nan, nan] "
-        f"| 498 | 1.5 | `{command} --eval-frequency 0` | abc |"
+        f"| 498 | 1.5 | `{command} --eval-frequency 0` | abc | – |"
     )
+
+
+def test_a_row_is_repeated_where_a_run_of_each_commit_was() -> None:
+    cell = make_cell([1.0, 2.0, 3.0])
+    cell.runs[0] = dataclasses.replace(cell.runs[0], commit="def")
+    equal = repeat.Repeat("abc", "new", "CPU", until=50_000, differs_at=None, told=True)
+    first, second = "sweep/dqn__CartPole-v1__1", "sweep/dqn__CartPole-v1__2"
+    both = {first: dataclasses.replace(equal, commit="def", until=100_000), second: equal}
+    assert tables.repeated(cell, both) == "new, 10%"
+    assert tables.repeated(cell, {first: both[first]}) == "–", "no run of abc"
+    assert tables.repeated(cell, {first: equal, second: equal}) == "–", "made again since"
+    untold = dataclasses.replace(equal, told=False)
+    assert tables.repeated(cell, both | {second: untold}) == "–"
+    differs = dataclasses.replace(equal, differs_at=20_000)
+    assert tables.repeated(cell, both | {second: differs}) == "rounds otherwise"
 
 
 def test_only_what_is_between_the_markers_changes() -> None:

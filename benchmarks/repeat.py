@@ -1,0 +1,195 @@
+"""Whether committed runs are what today's code gives: their first part again, bit by bit.
+
+    python benchmarks/repeat.py
+    python benchmarks/repeat.py --folders sweep_value --env-ids CartPole-v1 --share 0.3
+
+Of each group of runs under benchmarks/results/sweep*, the first seed of every commit that made it
+is trained anew with its flags, as `benchmarks/sweep.py` does it, until a share of its steps, and on
+until three returns were other than the first. Each log point's mean return and number of episodes
+are compared with the committed curve. A single
+different rounding soon acts otherwise and shows there, on any machine that rounds like the one of
+the data; so equal points mean equal arithmetic, but for what only later steps compute.
+benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each
+row. Exits with 1 if a run differs.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from common.errors import UserError
+from machine import ROOT, describe_commit, describe_cores, on_cores, usable_cores
+from report import Curve, Result, read_curve, read_groups, write_atomically
+from sweep import POLL_SECONDS, Job, Run, child_environment
+
+from common.run import cli
+from common.run.logger import read_metrics
+
+RESULTS = ROOT / "benchmarks" / "results"
+REPEATS = RESULTS / "repeat.json"
+TELLING_POINTS = 3  # of returns other than the first, before a comparison ends
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which runs to repeat, and how far."""
+
+    folders: tuple[str, ...] = ()
+    """folders under benchmarks/results; all with sweeps if none is given"""
+    algos: tuple[str, ...] = ()
+    """algorithms; all if none is given"""
+    env_ids: tuple[str, ...] = ()
+    """environments; all if none is given"""
+    share: float = 0.1
+    """of a run's env steps at least, above 0 and up to 1"""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """What came of one run's first part on another commit."""
+
+    commit: str
+    """commit that made the run"""
+    repeated_on: str
+    """commit that repeated it"""
+    machine: str
+    until: int
+    """env step of the last point that both curves have"""
+    differs_at: int | None
+    """env step of the first point that differs; None if none does"""
+    told: bool
+    """whether the points could tell: False where all returns up to there are alike"""
+
+
+def main(options: Options) -> int:
+    """Repeat, keep and print; return 1 if a run differs."""
+    if not 0 < options.share <= 1:
+        raise UserError(f"--share must be above 0 and at most 1, got {options.share}")
+    runs = chosen_runs(options)
+    if not runs:
+        raise UserError("no committed run matches --folders, --algos and --env-ids")
+    differ = False
+    for name, result in runs.items():
+        found = repeat(result, options.share)
+        keep(name, found)
+        differ |= found.differs_at is not None
+        print(f"{name}: {describe(found)}", flush=True)
+    return int(differ)
+
+
+def chosen_runs(options: Options) -> dict[str, Result]:
+    """Return the first seed of each commit of each chosen group, by folder and name of its file."""
+    folders = sorted(path.parent for path in RESULTS.glob("sweep*/jobs"))
+    chosen: dict[str, Result] = {}
+    for folder in folders:
+        groups = read_groups(folder) if folder.name in (options.folders or [folder.name]) else []
+        for result in (first for group in groups for first in first_of_commits(group)):
+            wanted = result.algo in (options.algos or [result.algo])
+            if wanted and result.env_id in (options.env_ids or [result.env_id]):
+                chosen[run_name(folder.name, result)] = result
+    return chosen
+
+
+def first_of_commits(group: Iterable[Result]) -> list[Result]:
+    """Return the run with the lowest seed of each commit."""
+    return list({run.commit: run for run in sorted(group, key=lambda x: -x.seed)}.values())
+
+
+def run_name(folder: str, result: Result) -> str:
+    """Return what a run is called in repeat.json."""
+    return f"{folder}/{make_job(result).name}"
+
+
+def make_job(result: Result) -> Job:
+    """Return the job that gave a result."""
+    program = ROOT / "algos" / f"{result.algo}.py"
+    flags = tuple(result.flags)
+    return Job(program, result.setting, result.env_id, result.seed, flags, result.steps)
+
+
+def repeat(result: Result, share: float) -> Repeat:
+    """Train the first part of a run again and compare it."""
+    until = last_step(result, share)
+    with tempfile.TemporaryDirectory() as scratch:
+        curve = train_until(Run(make_job(result), Path(scratch)), until)
+    compared, differs_at, told = compare(result.curve, curve, until)
+    origin = (describe_commit(), describe_cores())
+    return Repeat(result.commit, *origin, compared, differs_at, told)
+
+
+def last_step(result: Result, share: float) -> int:
+    """Return how far a run has to be trained again."""
+    steps = [step for step, value, _ in result.curve if value != result.curve[0][1]]
+    return max([math.ceil(share * result.steps), *steps[:TELLING_POINTS]])
+
+
+def train_until(run: Run, until: int) -> Curve:
+    """Train on one core up to an env step, and return the curve up to there.
+
+    Raises:
+        UserError: the run ended before.
+    """
+    run.folder.mkdir(parents=True)
+    core = usable_cores()[0]
+    with (run.folder / "lock").open("w") as lock, on_cores(None if core is None else {core}):
+        process = run.open_process(child_environment(1), lock)
+    try:
+        while run.progress()[0] < until and process.poll() is None:
+            time.sleep(POLL_SECONDS)
+    finally:
+        end_process(process)
+    if run.progress()[0] < until:
+        raise UserError(f"{run.job.name} ended at step {run.progress()[0]:,}: {run.last_words()}")
+    return read_curve(read_metrics(run.run_folders()[-1] / "metrics.csv"))
+
+
+def end_process(process: subprocess.Popen) -> None:
+    """End a run without the checkpoint that nobody needs."""
+    process.kill()
+    process.wait()
+
+
+def compare(committed: Curve, curve: Curve, until: int) -> tuple[int, int | None, bool]:
+    """Return the last env step compared, the first that differs, and whether returns could tell.
+
+    Raises:
+        UserError: there is no point to compare.
+    """
+    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (committed, curve))
+    if not points:
+        raise UserError(f"no episode ended in the first {until:,} steps; give a larger --share")
+    pairs = ((p, other) for p, other in zip_longest(points, again) if p != other)
+    differs = next(((p or other)[0] for p, other in pairs), None)
+    return points[-1][0], differs, len({value for _, value, _ in points}) > 1
+
+
+def keep(name: str, found: Repeat) -> None:
+    """Write a finding beside the others."""
+    kept = {key: asdict(value) for key, value in read_repeats().items()} | {name: asdict(found)}
+    write_atomically(REPEATS, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+
+
+def read_repeats() -> dict[str, Repeat]:
+    """Return what is kept, by folder and name of a run."""
+    text = REPEATS.read_text() if REPEATS.exists() else "{}"
+    return {name: Repeat(**fields) for name, fields in json.loads(text).items()}
+
+
+def describe(found: Repeat) -> str:
+    """Return a finding in words."""
+    if found.differs_at is not None:
+        return f"differs from {found.repeated_on} at step {found.differs_at:,}"
+    untold = "" if found.told else ", where all returns are alike"
+    return f"equal on {found.repeated_on} up to step {found.until:,}{untold}"
+
+
+if __name__ == "__main__":
+    with cli.exit_codes(debug=False):
+        sys.exit(main(cli.parse_flags(Options, sys.argv[1:], __doc__ or "")))

@@ -1,0 +1,105 @@
+"""Runs that are trained again: what is compared, and how, by a program in place of DQN."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import repeat  # noqa: E402
+import report  # noqa: E402
+
+CURVE = [(10, 1.0, 2.0), (20, 1.5, 3.0), (40, 2.0, 1.0)]
+# Logs a return of 1 at every step, and would go on for ever.
+PROGRAM = """
+import pathlib, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = pathlib.Path(flags["--runs-dir"]) / "run"
+folder.mkdir()
+(folder / "config.json").write_text("{}")
+with (folder / "metrics.csv").open("w", buffering=1) as metrics:
+    print("step,seconds,name,value", file=metrics)
+    for step in range(10, int(flags["--last"]) + 10, 10):
+        print(f"{step},0.1,charts/episodes,2.0", file=metrics)
+        print(f"{step},0.1,charts/episodic_return,{step + int(flags['--seed'])}.0", file=metrics)
+        time.sleep(0.02)
+sys.exit("no more")
+"""
+
+
+def make_result(**changes: Any) -> report.Result:
+    fields: dict[str, Any] = {"algo": "dqn", "env_id": "CartPole-v1", "seed": 1, "flags": []}
+    fields |= {"steps": 100, "training_return": 0.0, "evaluation_return": 0.0}
+    fields |= {"evaluation_std": 0.0, "seconds": 1.0, "SPS": 1.0, "commit": "abc", "machine": "CPU"}
+    return report.Result(**fields | {"curve": CURVE} | changes)
+
+
+def test_compare_by_hand() -> None:
+    assert repeat.compare(CURVE, [*CURVE, (50, 9.0, 1.0)], until=40) == (40, None, True)
+    assert repeat.compare(CURVE, [(50, 9.0, 1.0), *CURVE][1:], until=30) == (20, None, True)
+    assert repeat.compare(CURVE, CURVE, until=10) == (10, None, False), "one return tells nothing"
+    other = [CURVE[0], (20, 1.5000000000000002, 3.0), CURVE[2]]
+    assert repeat.compare(CURVE, other, until=40) == (40, 20, True)
+    assert repeat.compare(CURVE, other, until=19) == (10, None, False)
+    more_episodes = [(10, 1.0, 3.0), *CURVE[1:]]
+    assert repeat.compare(CURVE, more_episodes, until=40) == (40, 10, True)
+    with pytest.raises(UserError, match="no episode ended in the first 9 steps"):
+        repeat.compare(CURVE, CURVE, until=9)
+
+
+def test_a_missing_point_differs() -> None:
+    assert repeat.compare(CURVE, CURVE[:2], until=40) == (40, 40, True)
+    assert repeat.compare(CURVE, [*CURVE[:2], (30, 2.0, 1.0), CURVE[2]], until=40) == (40, 40, True)
+    assert repeat.compare(CURVE[:2], CURVE, until=40) == (20, 40, True)
+
+
+def test_a_comparison_goes_on_until_three_returns_tell() -> None:
+    steady = [(step, -200.0, 1.0) for step in range(10, 60, 10)]
+    varied = [(60, -190.0, 1.0), (70, -200.0, 1.0), (80, -180.0, 1.0), (90, -170.0, 1.0)]
+    assert repeat.last_step(make_result(curve=steady + varied), share=0.1) == 90
+    assert repeat.last_step(make_result(curve=steady + varied[:1]), share=0.1) == 60
+    assert repeat.last_step(make_result(curve=steady), share=0.1) == 10
+    assert repeat.last_step(make_result(curve=CURVE), share=0.95) == 95
+    assert repeat.last_step(make_result(curve=[]), share=0.101) == 11
+
+
+def test_one_run_of_each_commit_is_repeated() -> None:
+    seeds = {3: "abc", 1: "def", 2: "abc", 4: "def"}
+    group = [make_result(seed=seed, commit=commit) for seed, commit in seeds.items()]
+    assert sorted(run.seed for run in repeat.first_of_commits(group)) == [1, 2]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "algos").mkdir()
+    (tmp_path / "algos" / "dqn.py").write_text(PROGRAM)
+    monkeypatch.setattr(repeat, "ROOT", tmp_path)
+    monkeypatch.setattr(repeat, "REPEATS", tmp_path / "repeat.json")
+    return tmp_path
+
+
+def test_a_run_is_trained_as_far_as_asked_and_what_came_of_it_is_kept(results: Path) -> None:
+    curve = [(step, step + 3.0, 2.0) for step in range(10, 110, 10)]
+    result = make_result(seed=3, flags=["--last", "1000000"], curve=curve)
+    found = repeat.repeat(result, share=0.5)
+    assert (found.commit, found.until, found.differs_at, found.told) == ("abc", 50, None, True)
+    repeat.keep("sweep/dqn__CartPole-v1__3", found)
+    differs = repeat.repeat(make_result(flags=["--last", "1000000"], curve=curve), share=0.2)
+    assert differs.differs_at == 10
+    repeat.keep("sweep/dqn__CartPole-v1__1", differs)
+    assert list(repeat.read_repeats().values()) == [differs, found]
+
+
+def test_a_run_that_ends_before_is_an_error(results: Path) -> None:
+    with pytest.raises(UserError, match=r"dqn__CartPole-v1__1 ended at step 30: no more"):
+        repeat.repeat(make_result(flags=["--last", "30"]), share=0.5)
+
+
+def test_kept_findings_are_of_committed_runs() -> None:
+    names = set(repeat.chosen_runs(repeat.Options()))
+    assert set(repeat.read_repeats()) <= names, "delete what repeat.json has of runs that are gone"
