@@ -6,9 +6,10 @@
 Of each group of runs under benchmarks/results/sweep*, the first seed of every commit that made it
 is trained anew with its flags, as `benchmarks/sweep.py` does it, until a share of its steps, and on
 until three returns were other than the first. Each log point's mean return and number of episodes
-are compared with the committed curve. A single
-different rounding soon acts otherwise and shows there, on any machine that rounds like the one of
-the data; so equal points mean equal arithmetic, but for what only later steps compute.
+are compared with the committed curve. A single different rounding soon acts otherwise and shows
+there, so equal points mean equal arithmetic, but for what only later steps compute. Another kind of
+processor rounds otherwise, too: where a point differs, the commit of the run is checked out and
+trained on this machine as well, and the two codes are compared.
 benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each
 row. Exits with 1 if a run differs.
 """
@@ -20,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import UserError
 from machine import ROOT, describe_commit, describe_cores, on_cores, usable_cores
@@ -60,6 +62,8 @@ class Repeat:
     repeated_on: str
     """commit that repeated it"""
     machine: str
+    beside: bool
+    """whether `commit` was trained on this machine, too, because its data differ"""
     until: int
     """env step of the last point that both curves have"""
     differs_at: int | None
@@ -119,9 +123,11 @@ def repeat(result: Result, share: float) -> Repeat:
     until = last_step(result, share)
     with tempfile.TemporaryDirectory() as scratch:
         curve = train_until(Run(make_job(result), Path(scratch)), until)
-    compared, differs_at, told = compare(result.curve, curve, until)
-    origin = (describe_commit(), describe_cores())
-    return Repeat(result.commit, *origin, compared, differs_at, told)
+    found = compare(result.curve, curve, until)
+    beside = found.differs_at is not None
+    if beside:
+        found = compare(train_commit(result, until), curve, until)
+    return Repeat(result.commit, describe_commit(), describe_cores(), beside, *found)
 
 
 def last_step(result: Result, share: float) -> int:
@@ -130,7 +136,26 @@ def last_step(result: Result, share: float) -> int:
     return max([math.ceil(share * result.steps), *steps[:TELLING_POINTS]])
 
 
-def train_until(run: Run, until: int) -> Curve:
+def train_commit(result: Result, until: int) -> Curve:
+    """Train the first part of a run with the code of its commit.
+
+    Raises:
+        UserError: the commit is not in this repository, or the run ended before.
+    """
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as scratch:
+        code = Path(scratch) / "code"
+        added = subprocess.run([*git, "add", "--detach", code, result.commit], capture_output=True)
+        if added.returncode:
+            raise UserError(f"commit {result.commit} is not here: {added.stderr.decode().strip()}")
+        try:
+            job = replace(make_job(result), program=code / "algos" / f"{result.algo}.py")
+            return train_until(Run(job, Path(scratch)), until, code)
+        finally:
+            subprocess.run([*git, "remove", "--force", code], capture_output=True)
+
+
+def train_until(run: Run, until: int, code: Path = ROOT) -> Curve:
     """Train on one core up to an env step, and return the curve up to there.
 
     Raises:
@@ -138,8 +163,9 @@ def train_until(run: Run, until: int) -> Curve:
     """
     run.folder.mkdir(parents=True)
     core = usable_cores()[0]
+    environment = child_environment(1) | {"PYTHONPATH": str(code)}
     with (run.folder / "lock").open("w") as lock, on_cores(None if core is None else {core}):
-        process = run.open_process(child_environment(1), lock)
+        process = run.open_process(environment, lock)
     try:
         while run.progress()[0] < until and process.poll() is None:
             time.sleep(POLL_SECONDS)
@@ -156,18 +182,26 @@ def end_process(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def compare(committed: Curve, curve: Curve, until: int) -> tuple[int, int | None, bool]:
-    """Return the last env step compared, the first that differs, and whether returns could tell.
+class Comparison(NamedTuple):
+    """What two curves have in common; the fields are those of Repeat."""
+
+    until: int
+    differs_at: int | None
+    told: bool
+
+
+def compare(before: Curve, curve: Curve, until: int) -> Comparison:
+    """Compare two curves up to an env step.
 
     Raises:
         UserError: there is no point to compare.
     """
-    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (committed, curve))
+    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (before, curve))
     if not points:
         raise UserError(f"no episode ended in the first {until:,} steps; give a larger --share")
     pairs = ((p, other) for p, other in zip_longest(points, again) if p != other)
     differs = next(((p or other)[0] for p, other in pairs), None)
-    return points[-1][0], differs, len({value for _, value, _ in points}) > 1
+    return Comparison(points[-1][0], differs, len({value for _, value, _ in points}) > 1)
 
 
 def keep(name: str, found: Repeat) -> None:
@@ -184,10 +218,11 @@ def read_repeats() -> dict[str, Repeat]:
 
 def describe(found: Repeat) -> str:
     """Return a finding in words."""
+    what = f"{found.commit}, trained here," if found.beside else f"data of {found.commit}"
     if found.differs_at is not None:
-        return f"differs from {found.repeated_on} at step {found.differs_at:,}"
+        return f"{found.repeated_on} differs from {what} at step {found.differs_at:,}"
     untold = "" if found.told else ", where all returns are alike"
-    return f"equal on {found.repeated_on} up to step {found.until:,}{untold}"
+    return f"{found.repeated_on} equals {what} up to step {found.until:,}{untold}"
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ ROWS = (
     "algorithm's page does not say otherwise. Published: "
     "[CleanRL](https://docs.cleanrl.dev/rl-algorithms/overview/), training return. Minutes: wall "
     "time of a run on one core, which shared its machine with other runs. Repeated: the commit on "
-    "which the first part of a run was trained again (`benchmarks/repeat.py`) and had the same "
-    "returns to the bit, and how much of it, so that the row is one of that commit, too; *rounds "
-    "otherwise* where a return differs."
+    "which the first part of a run was trained again (`benchmarks/repeat.py`), and how much of it, "
+    "with the returns of the row's own commit to the bit, so that the row is one of that commit, "
+    "too; *rounds otherwise* where a return differs."
 )
 
 

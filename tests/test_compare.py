@@ -76,6 +76,12 @@ def test_aggregate_is_the_interquartile_mean_of_all_runs() -> None:
     assert 0 <= low < mean < high <= 9
 
 
+def test_aggregate_cuts_off_an_exact_quarter() -> None:
+    # Of 5 runs, 1.25 at each end: three quarters of 1 and of 10 are left, and 2 whole.
+    mean, _, _ = compare.aggregate([np.array([0.0, 1.0, 2.0, 10.0, 100.0])])
+    assert mean == pytest.approx((0.75 * 1 + 2 + 0.75 * 10) / 2.5)
+
+
 def test_aggregate_counts_every_environment_alike() -> None:
     # As 0, 0, 3, 3 and 2, 4, 6, 8; the middle four are 2, 3, 3, 4.
     mean, _, _ = compare.aggregate([np.array([0.0, 3.0]), np.array([2.0, 4.0, 6.0, 8.0])])

@@ -1,5 +1,7 @@
 """Runs that are trained again: what is compared, and how, by a program in place of DQN."""
 
+import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,16 +85,44 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def curve_of_program(seed: int, offset: float = 0.0) -> report.Curve:
+    return [(step, step + seed + offset, 2.0) for step in range(10, 110, 10)]
+
+
 def test_a_run_is_trained_as_far_as_asked_and_what_came_of_it_is_kept(results: Path) -> None:
-    curve = [(step, step + 3.0, 2.0) for step in range(10, 110, 10)]
-    result = make_result(seed=3, flags=["--last", "1000000"], curve=curve)
+    result = make_result(seed=3, flags=["--last", "1000000"], curve=curve_of_program(3))
     found = repeat.repeat(result, share=0.5)
-    assert (found.commit, found.until, found.differs_at, found.told) == ("abc", 50, None, True)
+    assert (found.commit, found.beside) == ("abc", False)
+    assert (found.until, found.differs_at, found.told) == (50, None, True)
     repeat.keep("sweep/dqn__CartPole-v1__3", found)
-    differs = repeat.repeat(make_result(flags=["--last", "1000000"], curve=curve), share=0.2)
-    assert differs.differs_at == 10
-    repeat.keep("sweep/dqn__CartPole-v1__1", differs)
-    assert list(repeat.read_repeats().values()) == [differs, found]
+    other = dataclasses.replace(found, differs_at=10)
+    repeat.keep("sweep/dqn__CartPole-v1__1", other)
+    assert list(repeat.read_repeats().values()) == [other, found]
+
+
+def test_where_data_differ_the_commit_is_trained_as_well(results: Path) -> None:
+    def git(*args: str) -> str:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.check_output(["git", *own, *args], cwd=results, text=True).strip()
+
+    git("init", "--quiet")
+    git("add", "algos")
+    git("commit", "--quiet", "--message", "made the data")
+    commit = git("rev-parse", "--short", "HEAD")
+    flags, rounded = ["--last", "1000000"], curve_of_program(1, offset=1e-6)
+    result = make_result(flags=flags, curve=rounded, commit=commit)
+    equal = repeat.repeat(result, share=0.2)
+    assert (equal.beside, equal.differs_at, equal.until) == (True, None, 40)
+    assert f"equals {commit}, trained here, up to step 40" in repeat.describe(equal)
+
+    (results / "algos" / "dqn.py").write_text(PROGRAM.replace("}.0", "}.5"))
+    differs = repeat.repeat(result, share=0.2)
+    assert (differs.beside, differs.differs_at) == (True, 10)
+    assert f"differs from {commit}, trained here, at step 10" in repeat.describe(differs)
+    assert git("worktree", "list").count("\n") == 0, "nothing is left behind"
+
+    with pytest.raises(UserError, match="commit 1234567 is not here"):
+        repeat.repeat(dataclasses.replace(result, commit="1234567"), share=0.2)
 
 
 def test_a_run_that_ends_before_is_an_error(results: Path) -> None:

@@ -140,7 +140,7 @@ def test_every_row_by_hand() -> None:
 def test_a_row_is_repeated_where_a_run_of_each_commit_was() -> None:
     cell = make_cell([1.0, 2.0, 3.0])
     cell.runs[0] = dataclasses.replace(cell.runs[0], commit="def")
-    equal = repeat.Repeat("abc", "new", "CPU", until=50_000, differs_at=None, told=True)
+    equal = repeat.Repeat("abc", "new", "CPU", False, until=50_000, differs_at=None, told=True)
     first, second = "sweep/dqn__CartPole-v1__1", "sweep/dqn__CartPole-v1__2"
     both = {first: dataclasses.replace(equal, commit="def", until=100_000), second: equal}
     assert tables.repeated(cell, both) == "new, 10%"
