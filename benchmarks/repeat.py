@@ -69,7 +69,7 @@ class Repeat:
     differs_at: int | None
     """env step of the first point that differs; None if none does"""
     told: bool
-    """whether the points could tell: False where all returns up to there are alike"""
+    """whether the points could tell: False where returns are alike or nothing was learned yet"""
 
 
 def main(options: Options) -> int:
@@ -122,11 +122,11 @@ def repeat(result: Result, share: float) -> Repeat:
     """Train the first part of a run again and compare it."""
     until = last_step(result, share)
     with tempfile.TemporaryDirectory() as scratch:
-        curve = train_until(Run(make_job(result), Path(scratch)), until)
-    found = compare(result.curve, curve, until)
+        part = train_until(Run(make_job(result), Path(scratch)), until)
+    found = compare(result.curve, part, until)
     beside = found.differs_at is not None
     if beside:
-        found = compare(train_commit(result, until), curve, until)
+        found = compare(train_commit(result, until).curve, part, until)
     return Repeat(result.commit, describe_commit(), describe_cores(), beside, *found)
 
 
@@ -136,7 +136,14 @@ def last_step(result: Result, share: float) -> int:
     return max([math.ceil(share * result.steps), *steps[:TELLING_POINTS]])
 
 
-def train_commit(result: Result, until: int) -> Curve:
+class Part(NamedTuple):
+    """The first part of a run that was trained."""
+
+    curve: Curve
+    learning_from: float  # env step of the first log point with a loss
+
+
+def train_commit(result: Result, until: int) -> Part:
     """Train the first part of a run with the code of its commit.
 
     Raises:
@@ -155,8 +162,8 @@ def train_commit(result: Result, until: int) -> Curve:
             subprocess.run([*git, "remove", "--force", code], capture_output=True)
 
 
-def train_until(run: Run, until: int, code: Path = ROOT) -> Curve:
-    """Train on one core up to an env step, and return the curve up to there.
+def train_until(run: Run, until: int, code: Path = ROOT) -> Part:
+    """Train on one core up to an env step.
 
     Raises:
         UserError: the run ended before.
@@ -173,7 +180,9 @@ def train_until(run: Run, until: int, code: Path = ROOT) -> Curve:
         end_process(process)
     if run.progress()[0] < until:
         raise UserError(f"{run.job.name} ended at step {run.progress()[0]:,}: {run.last_words()}")
-    return read_curve(read_metrics(run.run_folders()[-1] / "metrics.csv"))
+    rows = read_metrics(run.run_folders()[-1] / "metrics.csv")
+    losses = (step for step, _, name, _ in rows if name.startswith("losses/"))
+    return Part(read_curve(rows), next(losses, math.inf))
 
 
 def end_process(process: subprocess.Popen) -> None:
@@ -190,18 +199,20 @@ class Comparison(NamedTuple):
     told: bool
 
 
-def compare(before: Curve, curve: Curve, until: int) -> Comparison:
-    """Compare two curves up to an env step.
+def compare(before: Curve, part: Part, until: int) -> Comparison:
+    """Compare curves up to an env step; `part` is of today's code.
 
     Raises:
         UserError: there is no point to compare.
     """
-    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (before, curve))
+    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (before, part.curve))
     if not points:
         raise UserError(f"no episode ended in the first {until:,} steps; give a larger --share")
     pairs = ((p, other) for p, other in zip_longest(points, again) if p != other)
     differs = next(((p or other)[0] for p, other in pairs), None)
-    return Comparison(points[-1][0], differs, len({value for _, value, _ in points}) > 1)
+    is_varied = len({value for _, value, _ in points}) > 1
+    last = points[-1][0]
+    return Comparison(last, differs, is_varied and part.learning_from < last)
 
 
 def keep(name: str, found: Repeat) -> None:
@@ -221,7 +232,7 @@ def describe(found: Repeat) -> str:
     what = f"{found.commit}, trained here," if found.beside else f"data of {found.commit}"
     if found.differs_at is not None:
         return f"{found.repeated_on} differs from {what} at step {found.differs_at:,}"
-    untold = "" if found.told else ", where all returns are alike"
+    untold = "" if found.told else ", which tells nothing"
     return f"{found.repeated_on} equals {what} up to step {found.until:,}{untold}"
 
 

@@ -1,6 +1,7 @@
 """Runs that are trained again: what is compared, and how, by a program in place of DQN."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ with (folder / "metrics.csv").open("w", buffering=1) as metrics:
     print("step,seconds,name,value", file=metrics)
     for step in range(10, int(flags["--last"]) + 10, 10):
         print(f"{step},0.1,charts/episodes,2.0", file=metrics)
+        print(f"{step},0.1,losses/td_loss,2.0", file=metrics)
         print(f"{step},0.1,charts/episodic_return,{step + int(flags['--seed'])}.0", file=metrics)
         time.sleep(0.02)
 sys.exit("no more")
@@ -41,23 +43,33 @@ def make_result(**changes: Any) -> report.Result:
     return report.Result(**fields | {"curve": CURVE} | changes)
 
 
+def compare(curve: report.Curve, until: int, before: report.Curve = CURVE) -> tuple:
+    return tuple(repeat.compare(before, repeat.Part(curve, learning_from=5), until))
+
+
 def test_compare_by_hand() -> None:
-    assert repeat.compare(CURVE, [*CURVE, (50, 9.0, 1.0)], until=40) == (40, None, True)
-    assert repeat.compare(CURVE, [(50, 9.0, 1.0), *CURVE][1:], until=30) == (20, None, True)
-    assert repeat.compare(CURVE, CURVE, until=10) == (10, None, False), "one return tells nothing"
+    assert compare([*CURVE, (50, 9.0, 1.0)], until=40) == (40, None, True)
+    assert compare(CURVE, until=30) == (20, None, True)
+    assert compare(CURVE, until=10) == (10, None, False), "one return tells nothing"
     other = [CURVE[0], (20, 1.5000000000000002, 3.0), CURVE[2]]
-    assert repeat.compare(CURVE, other, until=40) == (40, 20, True)
-    assert repeat.compare(CURVE, other, until=19) == (10, None, False)
+    assert compare(other, until=40) == (40, 20, True)
+    assert compare(other, until=19) == (10, None, False)
     more_episodes = [(10, 1.0, 3.0), *CURVE[1:]]
-    assert repeat.compare(CURVE, more_episodes, until=40) == (40, 10, True)
+    assert compare(more_episodes, until=40) == (40, 10, True)
     with pytest.raises(UserError, match="no episode ended in the first 9 steps"):
-        repeat.compare(CURVE, CURVE, until=9)
+        compare(CURVE, until=9)
+
+
+def test_steps_before_the_first_update_tell_nothing() -> None:
+    for learning_from, told in ((39, True), (40, False), (math.inf, False)):
+        part = repeat.Part(CURVE, learning_from)
+        assert repeat.compare(CURVE, part, until=40) == (40, None, told)
 
 
 def test_a_missing_point_differs() -> None:
-    assert repeat.compare(CURVE, CURVE[:2], until=40) == (40, 40, True)
-    assert repeat.compare(CURVE, [*CURVE[:2], (30, 2.0, 1.0), CURVE[2]], until=40) == (40, 40, True)
-    assert repeat.compare(CURVE[:2], CURVE, until=40) == (20, 40, True)
+    assert compare(CURVE[:2], until=40) == (40, 40, True)
+    assert compare([*CURVE[:2], (30, 2.0, 1.0), CURVE[2]], until=40) == (40, 40, True)
+    assert compare(CURVE, until=40, before=CURVE[:2]) == (20, 40, True)
 
 
 def test_a_comparison_goes_on_until_three_returns_tell() -> None:
