@@ -3,9 +3,11 @@
     python benchmarks/tables.py
 
 rewrites what stands between the two markers in README.md and docs/results.md from the `jobs/*.json`
-under benchmarks/results/sweep*, and draws docs/img/results_*.png. Nothing is trained.
+under benchmarks/results/sweep*, draws docs/img/results_*.png, and copies docs/img/curve_*.png from
+the folders of the sweeps. Nothing is trained.
 """
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -118,6 +120,34 @@ FAMILIES = (
 )
 
 
+# Pictures of one sweep that pages show: docs/img/curve_NAME.png is a copy of the one that
+# `report.py` draws, since the site has docs/ alone.
+CURVES = {
+    "acrobot": "sweep/Acrobot-v1",
+    "cartpole": "sweep/CartPole-v1",
+    "impala_acrobot": "sweep_impala/Acrobot-v1",
+    "impala_cartpole": "sweep_impala/CartPole-v1",
+    "lunarlander": "sweep_lunarlander/LunarLander-v3",
+    "memory": "sweep_memory/gymnax-MemoryChain-bsuite",
+    "off_policy_halfcheetah": "sweep_halfcheetah/HalfCheetah-v4",
+    "off_policy_mountain_car": "sweep_mountain_car/MountainCarContinuous-v0",
+    "off_policy_pendulum": "sweep_off_policy_pendulum/Pendulum-v1",
+    "on_policy_acrobot": "sweep_on_policy/Acrobot-v1",
+    "on_policy_cartpole": "sweep_on_policy/CartPole-v1",
+    "on_policy_mountain_car": "sweep_on_policy_mountain_car/MountainCarContinuous-v0",
+    "on_policy_pendulum": "sweep_on_policy_pendulum/Pendulum-v1",
+    "ppo_halfcheetah": "sweep_ppo_mujoco/HalfCheetah-v4",
+    "ppo_hopper": "sweep_ppo_mujoco/Hopper-v4",
+    "ppo_lunarlander": "sweep_ppo_lunarlander/LunarLander-v3",
+    "ppo_walker2d": "sweep_ppo_mujoco/Walker2d-v4",
+    "rainbow_ablation": "sweep_rainbow_ablation/pgx-minatar-breakout",
+    "sac_discrete_cartpole": "sweep_sac_discrete/CartPole-v1",
+    "sac_lunarlander_continuous": "sweep_lunarlander_continuous/LunarLanderContinuous-v3",
+    "value_acrobot": "sweep_value/Acrobot-v1",
+    "value_cartpole": "sweep_value/CartPole-v1",
+}
+
+
 class Cell(NamedTuple):
     """The runs of an algorithm on an environment, which differ in the seed alone."""
 
@@ -153,8 +183,15 @@ def main() -> None:
         path = ROOT / page.path
         write_atomically(path, with_block(path.read_text(), page_block(page, cells), page.path))
     pictures = [draw_family(family, family_cells(family, cells)) for family in FAMILIES]
+    for name, source in CURVES.items():
+        shutil.copyfile(RESULTS / f"{source}.png", curve_path(name))
     made = [*(page.path for page in PAGES), *filter(None, pictures)]
     print("files:", ", ".join(made))
+
+
+def curve_path(name: str) -> Path:
+    """Return where pages have a picture of CURVES."""
+    return ROOT / "docs" / "img" / f"curve_{name}.png"
 
 
 def read_cells(results: Path) -> list[Cell]:

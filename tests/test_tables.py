@@ -242,3 +242,14 @@ def test_every_family_with_data_has_its_picture() -> None:
     for family in tables.FAMILIES:
         path = ROOT / "docs" / "img" / f"results_{family.name}.png"
         assert path.exists() == bool(tables.family_cells(family, cells))
+
+
+def test_pictures_of_sweeps_are_those_of_the_data() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    text = "".join(page.read_text() for page in pages)
+    for name, source in tables.CURVES.items():
+        picture = tables.curve_path(name).read_bytes()
+        assert picture == (tables.RESULTS / f"{source}.png").read_bytes(), (
+            f"curve_{name}.png is old: run python benchmarks/tables.py"
+        )
+        assert f"img/curve_{name}.png" in text, f"no page shows curve_{name}.png"
