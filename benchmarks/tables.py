@@ -64,10 +64,10 @@ ROWS = (
     f"{MANY_SEEDS} seeds it is close to the mean. Evaluation: the final policy, greedy where the "
     "algorithm's page does not say otherwise. Published: "
     "[CleanRL](https://docs.cleanrl.dev/rl-algorithms/overview/), training return. Minutes: wall "
-    "time of a run on one core, which shared its machine with other runs. Repeated: the commit on "
-    "which the first part of a run was trained again (`benchmarks/repeat.py`), and how much of it, "
-    "with the returns of the row's own commit to the bit, so that the row is one of that commit, "
-    "too; *rounds otherwise* where a return differs."
+    "time of a run on one core, which shared its machine with other runs; cores differed by about "
+    "2.5 times. Repeated: the commit on which the first part of a run was trained again "
+    "(`benchmarks/repeat.py`), and how much of it, with the returns of the row's own commit to the "
+    "bit, so that the row is one of that commit, too; *rounds otherwise* where a return differs."
 )
 
 
