@@ -346,17 +346,22 @@ def rows_table(page: Page, cells: list[Cell]) -> str:
 def repeated(cell: Cell, repeats: dict[str, Repeat]) -> str:
     """Return on which commit a row's runs were repeated, and how far; – where that tells nothing.
 
-    A run of each of its commits counts, and only where it was repeated since it was made.
+    A run of each of its commits must have been repeated since it was made, but for those that were
+    made on a commit that repeated the others.
     """
-    runs = first_of_commits(cell.runs)
-    found = [repeats.get(run_name(cell.folder, run)) for run in runs]
-    valid = [f for f, run in zip(found, runs, strict=True) if f and f.commit == run.commit]
-    if any(f.differs_at is not None for f in valid):
+    valid = {}
+    for run in first_of_commits(cell.runs):
+        found = repeats.get(run_name(cell.folder, run))
+        if found and found.commit == run.commit:
+            valid[run.commit] = found
+    if any(found.differs_at is not None for found in valid.values()):
         return "rounds otherwise"
-    if len(valid) < len(runs) or not all(f.told for f in valid):
+    on = {found.repeated_on for found in valid.values()}
+    others = {run.commit for run in cell.runs} - valid.keys() - on
+    if not valid or others or not all(found.told for found in valid.values()):
         return "–"
-    share = min(f.until for f in valid) / cell.runs[0].steps
-    return f"{', '.join(sorted({f.repeated_on for f in valid}))}, {share:.0%}"
+    share = min(found.until for found in valid.values()) / cell.runs[0].steps
+    return f"{', '.join(sorted(on))}, {share:.0%}"
 
 
 def own_flags(cell: Cell) -> str:

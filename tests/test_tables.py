@@ -146,6 +146,9 @@ def test_a_row_is_repeated_where_a_run_of_each_commit_was() -> None:
     assert tables.repeated(cell, both) == "new, 10%"
     assert tables.repeated(cell, {first: both[first]}) == "–", "no run of abc"
     assert tables.repeated(cell, {first: equal, second: equal}) == "–", "made again since"
+    assert tables.repeated(cell, {}) == "–"
+    cell.runs.append(dataclasses.replace(cell.runs[0], seed=4, commit="new"))
+    assert tables.repeated(cell, both) == "new, 10%", "made on the commit that repeated the others"
     untold = dataclasses.replace(equal, told=False)
     assert tables.repeated(cell, both | {second: untold}) == "–"
     differs = dataclasses.replace(equal, differs_at=20_000)
