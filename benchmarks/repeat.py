@@ -176,19 +176,14 @@ def train_until(run: Run, until: int, code: Path = ROOT) -> Part:
     try:
         while run.progress()[0] < until and process.poll() is None:
             time.sleep(POLL_SECONDS)
-    finally:
-        end_process(process)
+    finally:  # at once: nobody needs its checkpoint
+        process.kill()
+        process.wait()
     if run.progress()[0] < until:
         raise UserError(f"{run.job.name} ended at step {run.progress()[0]:,}: {run.last_words()}")
     rows = read_metrics(run.run_folders()[-1] / "metrics.csv")
     losses = (step for step, _, name, _ in rows if name.startswith("losses/"))
     return Part(read_curve(rows), next(losses, math.inf))
-
-
-def end_process(process: subprocess.Popen) -> None:
-    """End a run without the checkpoint that nobody needs."""
-    process.kill()
-    process.wait()
 
 
 class Comparison(NamedTuple):

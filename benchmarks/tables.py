@@ -18,7 +18,7 @@ import numpy as np
 
 from common.errors import UserError
 from machine import ROOT
-from repeat import Repeat, first_of_commits, read_repeats, run_name
+from repeat import RESULTS, Repeat, first_of_commits, read_repeats, run_name
 from report import (
     MANY_SEEDS,
     PUBLISHED,
@@ -36,7 +36,6 @@ from report import (
 
 from common.run import cli
 
-RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
 END = "<!-- end of results -->"
 LEAST_SEEDS = 3  # of a row

@@ -18,7 +18,7 @@ import repeat  # noqa: E402
 import report  # noqa: E402
 
 CURVE = [(10, 1.0, 2.0), (20, 1.5, 3.0), (40, 2.0, 1.0)]
-# Logs a return of 1 at every step, and would go on for ever.
+# Logs the step plus the seed as its return, up to the step --last.
 PROGRAM = """
 import pathlib, sys, time
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
