@@ -30,7 +30,7 @@ from common.action_masks import action_mask
 from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.networks import MLP, Encoder, Memory, RecurrentCore, initial_core
-from common.ranges import Fraction, NonNegative, Positive
+from common.ranges import Finite, Fraction, NonNegative, Positive
 from common.replay import Transition
 from common.rollout import Trajectory, collect_rollout, empty_rollout
 from common.targets import upgo_return, vtrace
@@ -68,6 +68,7 @@ class Config:
     max_grad_norm: Positive[float] = 40.0  # longest gradient; longer ones are scaled down to it
     core: Literal["none", "lstm", "gru"] = "none"  # recurrent core
     core_size: Positive[int] = 256  # units of the core
+    log_std_init: Finite[float] = 0.0  # log of the deviation of a continuous action at the start
     eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
 
     def __post_init__(self) -> None:
@@ -102,7 +103,9 @@ class Model(nnx.Module):
         sizes = (config.core_size if is_recurrent else size, *hidden)
         self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
-        self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
+        self.policy_head = PolicyHead(
+            sizes[-1], action_space, rngs, scale=0.01, log_std_init=config.log_std_init
+        )
         self.value_head = nnx.Linear(sizes[-1], 1, kernel_init=init(1.0), rngs=rngs)
 
     def unroll(self, obs: Any, core: Any, valid: Array) -> tuple[Distribution, Array, Any]:

@@ -29,7 +29,7 @@ from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.networks import MLP, Encoder
 from common.normalize import Normalizer, NormalizerState, standardize
-from common.ranges import Fraction, NonNegative, Positive
+from common.ranges import Finite, Fraction, NonNegative, Positive
 from common.replay import Transition
 from common.rollout import (
     RolloutBatch,
@@ -74,6 +74,7 @@ class Config:
     value_coef: NonNegative[float] = 0.5  # c_V: weight of the value loss
     max_grad_norm: Positive[float] = 0.5  # longest gradient; longer ones are scaled down to it
     target_kl: Positive[float] | None = None  # leave a rollout at a larger KL divergence
+    log_std_init: Finite[float] = 0.0  # log of the deviation of a continuous action at the start
     normalize_obs: bool = False  # shift and scale observations by running statistics
     normalize_reward: bool = False  # divide rewards by the running deviation of returns
     eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
@@ -119,14 +120,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Model(nnx.Module):
     """Policy and value: two hidden layers each for vectors, one shared encoder for images."""
 
-    def __init__(self, obs_space: spaces.Space, action_space: spaces.Space, rngs: nnx.Rngs):
+    def __init__(self, config: Config, obs_space: spaces.Space, action_space: Any, rngs: nnx.Rngs):
         init = nnx.initializers.orthogonal
         self.encoder = Encoder(obs_space, rngs, init(2**0.5))
         hidden = () if self.encoder.has_cnn else (64, 64)
         sizes = (self.encoder.num_features, *hidden)
         self.actor = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.critic = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
-        self.policy_head = PolicyHead(sizes[-1], action_space, rngs, scale=0.01)
+        self.policy_head = PolicyHead(
+            sizes[-1], action_space, rngs, scale=0.01, log_std_init=config.log_std_init
+        )
         self.value_head = nnx.Linear(sizes[-1], 1, kernel_init=init(1.0), rngs=rngs)
 
     def action_and_value(self, obs: Any) -> tuple[Distribution, Array]:
@@ -149,7 +152,7 @@ class Algorithm:
 
     def __init__(self, config: Config, obs_space: spaces.Space, action_space: spaces.Space):
         self.config = config
-        self.make_model = partial(Model, obs_space, action_space)
+        self.make_model = partial(Model, config, obs_space, action_space)
         self.model = partial(nnx.merge, nnx.graphdef(self.make_model(nnx.Rngs(0))))
         self.normalizer = Normalizer(config.normalize_obs, config.normalize_reward, config.gamma)
         num_rollouts = config.total_timesteps // (config.num_envs * config.num_steps)

@@ -30,7 +30,7 @@ from common.distributions import Distribution, PolicyHead
 from common.envs import EnvBackend, EnvState, make_env, require_action_space, scale_action
 from common.networks import MLP, Encoder, Memory, RecurrentCore, initial_core
 from common.normalize import Normalizer, NormalizerState, standardize
-from common.ranges import Fraction, NonNegative, Positive
+from common.ranges import Finite, Fraction, NonNegative, Positive
 from common.replay import Transition
 from common.rollout import (
     RolloutBatch,
@@ -77,6 +77,7 @@ class Config:
     target_kl: Positive[float] | None = None  # leave a rollout at a larger KL divergence
     core: Literal["lstm", "gru"] = "lstm"  # recurrent core
     core_size: Positive[int] = 128  # units of the core
+    log_std_init: Finite[float] = 0.0  # log of the deviation of a continuous action at the start
     normalize_obs: bool = False  # shift and scale observations by running statistics
     normalize_reward: bool = True  # divide rewards by the running deviation of returns
     eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
@@ -118,7 +119,9 @@ class Model(nnx.Module):
         sizes = (self.encoder.num_features, *hidden)
         self.torso = MLP(sizes, rngs, nnx.tanh, init(2**0.5))
         self.core = RecurrentCore(config.core, sizes[-1], config.core_size, rngs)
-        self.policy_head = PolicyHead(config.core_size, action_space, rngs, scale=0.01)
+        self.policy_head = PolicyHead(
+            config.core_size, action_space, rngs, scale=0.01, log_std_init=config.log_std_init
+        )
         self.value_head = nnx.Linear(config.core_size, 1, kernel_init=init(1.0), rngs=rngs)
 
     def unroll(self, obs: Any, core: Any, valid: Array) -> tuple[Distribution, Array, Any]:

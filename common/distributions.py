@@ -218,12 +218,19 @@ class PolicyHead(nnx.Module):
 
     Discrete: logits. MultiDiscrete: the logits of every choice in turn. MultiBinary: the logit of
     every bit. Box: the mean of a normal distribution, whose standard deviation exp(log_std) does
-    not depend on the features.
+    not depend on the features; `log_std_init` is what log_std starts from.
     """
 
     action_spaces = spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box
 
-    def __init__(self, num_features: int, space: Any, rngs: nnx.Rngs, scale: float = 0.01) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        space: Any,
+        rngs: nnx.Rngs,
+        scale: float = 0.01,
+        log_std_init: float = 0.0,
+    ) -> None:
         self.space = space
         if isinstance(space, spaces.Box | spaces.MultiBinary):
             num_outputs = math.prod(space.shape)
@@ -231,7 +238,8 @@ class PolicyHead(nnx.Module):
             num_outputs = int(np.sum(space.nvec if hasattr(space, "nvec") else space.n))
         init = nnx.initializers.orthogonal(scale)
         self.linear = nnx.Linear(num_features, num_outputs, kernel_init=init, rngs=rngs)
-        self.log_std = nnx.Param(jnp.zeros(num_outputs if isinstance(space, spaces.Box) else 0))
+        num_deviations = num_outputs if isinstance(space, spaces.Box) else 0
+        self.log_std = nnx.Param(jnp.full(num_deviations, log_std_init, jnp.float32))
 
     def __call__(self, features: Array, mask: Array | None = None) -> Distribution:
         """[B, num_features] -> distribution over actions [B, ...], none that `mask` rules out."""

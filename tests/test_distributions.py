@@ -11,6 +11,7 @@ from flax import nnx
 from gymnasium import spaces
 from scipy import integrate, special, stats
 
+from algos import a2c, impala, ppo, ppo_rnn
 from common.distributions import (
     Bernoulli,
     Categorical,
@@ -432,6 +433,15 @@ def test_every_choice_has_its_own_logits(nvec):
     head.linear.bias[...] = jnp.arange(6.0)
     parts = [part.logits.tolist() for part in head(FEATURES[:1]).parts]
     assert parts == [[[0, 1]], [[2, 3, 4]], [[5]]]
+
+
+@pytest.mark.parametrize("module", [ppo, ppo_rnn, a2c, impala])
+@pytest.mark.parametrize(("flags", "log_std"), [({}, 0.0), ({"log_std_init": -0.5}, -0.5)])
+def test_the_deviation_of_a_box_starts_where_the_flag_says(module, flags, log_std):
+    box, config = spaces.Box(-1, 1, (3,)), module.Config(**flags)
+    model = module.Algorithm(config, box, box).make_model(nnx.Rngs(0))
+    start = model.policy_head.log_std[...]
+    np.testing.assert_array_equal(start, np.full(3, log_std, np.float32))
 
 
 def test_the_deviation_of_a_box_is_a_parameter():
