@@ -107,7 +107,7 @@ FAMILIES = (
     Family(
         "mujoco",
         "MuJoCo",
-        ("sweep_halfcheetah", "sweep_ppo_mujoco"),
+        ("sweep_halfcheetah", "sweep_off_policy_mujoco", "sweep_ppo_mujoco"),
         ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
     ),
     Family(
