@@ -315,7 +315,9 @@ def published_line(cells: list[Cell]) -> str:
     line += f"The 95 % interval of {reached} of them reaches it or lies above"
     line += f"; it ends below for {', '.join(short)}." if short else "."
     missing = ", ".join(f"{algo} on {env_id}" for algo, env_id, _ in not_run)
-    return line + (f" Published, but not run here with three seeds: {missing}." if missing else "")
+    if missing:
+        line += f" Published, but not run here with {LEAST_SEEDS} seeds: {missing}."
+    return line
 
 
 def rows_table(page: Page, cells: list[Cell]) -> str:

@@ -123,7 +123,7 @@ def test_published_figures_that_are_reached_missed_and_not_run(
     assert tables.published_line(cells) == (
         "Rows with a published figure: 2. The 95 % interval of 1 of them reaches it or lies above; "
         "it ends below for c51 on CartPole-v1 (up to 8.0, published 9). "
-        "Published, but not run here with three seeds: ppo on Acrobot-v1."
+        "Published, but not run here with 3 seeds: ppo on Acrobot-v1."
     )
 
 
