@@ -129,6 +129,7 @@ CURVES = {
     "lunarlander": "sweep_lunarlander/LunarLander-v3",
     "memory": "sweep_memory/gymnax-MemoryChain-bsuite",
     "off_policy_halfcheetah": "sweep_halfcheetah/HalfCheetah-v4",
+    "off_policy_hopper": "sweep_off_policy_mujoco/Hopper-v4",
     "off_policy_mountain_car": "sweep_mountain_car/MountainCarContinuous-v0",
     "off_policy_pendulum": "sweep_off_policy_pendulum/Pendulum-v1",
     "on_policy_acrobot": "sweep_on_policy/Acrobot-v1",
