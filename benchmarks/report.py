@@ -28,7 +28,8 @@ FEW_CURVES = 4  # of more, each is its mean and interval alone, and the legend s
 MANY_SEEDS = 5  # of fewer, a quarter is less than a seed or two
 
 # Mean training return of 3 seeds: CleanRL's tables for dqn_jax.py (dqn.py: 488.7, -91.5, -195.0),
-# c51_jax.py, ppo.py, ppo_continuous_action.py and pqn.py, https://docs.cleanrl.dev/rl-algorithms/overview/
+# c51_jax.py, ppo.py, pqn.py, and ppo_, ddpg_, td3_ and sac_continuous_action.py,
+# https://docs.cleanrl.dev/rl-algorithms/overview/
 PUBLISHED: dict[tuple[str, str, int], int] = {
     ("dqn", "CartPole-v1", 500_000): 498,
     ("dqn", "Acrobot-v1", 500_000): -89,
@@ -42,17 +43,30 @@ PUBLISHED: dict[tuple[str, str, int], int] = {
     ("ppo", "HalfCheetah-v4", 1_000_000): 1443,
     ("ppo", "Walker2d-v4", 1_000_000): 2288,
     ("ppo", "Hopper-v4", 1_000_000): 2383,
+    ("ppo", "InvertedPendulum-v4", 1_000_000): 963,
+    ("ppo", "Humanoid-v4", 1_000_000): 716,
+    ("ppo", "Pusher-v4", 1_000_000): -40,
     ("ddpg", "HalfCheetah-v4", 1_000_000): 10374,
     ("ddpg", "Walker2d-v4", 1_000_000): 1240,
     ("ddpg", "Hopper-v4", 1_000_000): 1577,
+    ("ddpg", "InvertedPendulum-v4", 1_000_000): 643,
+    ("ddpg", "Humanoid-v4", 1_000_000): 1700,
+    ("ddpg", "Pusher-v4", 1_000_000): -77,
     ("td3", "HalfCheetah-v4", 1_000_000): 9583,
     ("td3", "Walker2d-v4", 1_000_000): 4058,
     ("td3", "Hopper-v4", 1_000_000): 3135,
+    ("td3", "InvertedPendulum-v4", 1_000_000): 969,
+    ("td3", "Humanoid-v4", 1_000_000): 5035,
+    ("td3", "Pusher-v4", 1_000_000): -31,
     ("sac", "HalfCheetah-v4", 1_000_000): 9635,
     ("sac", "Walker2d-v4", 1_000_000): 3591,
     ("sac", "Hopper-v4", 1_000_000): 2310,
+    ("sac", "InvertedPendulum-v4", 1_000_000): 909,
+    ("sac", "Humanoid-v4", 1_000_000): 4996,
+    ("sac", "Pusher-v4", 1_000_000): -22,
     ("pqn", "CartPole-v1", 500_000): 495,
     ("pqn", "Acrobot-v1", 500_000): -96,
+    ("pqn", "MountainCar-v0", 500_000): -200,
 }
 
 Curve = list[tuple[int, float, float]]

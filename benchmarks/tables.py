@@ -315,7 +315,10 @@ def published_line(cells: list[Cell]) -> str:
     line = f"Rows with a published figure: {reached + len(short)}. "
     line += f"The 95 % interval of {reached} of them reaches it or lies above"
     line += f"; it ends below for {', '.join(short)}." if short else "."
-    missing = ", ".join(f"{algo} on {env_id}" for algo, env_id, _ in not_run)
+    missing = "; ".join(
+        f"{algo} on {', '.join(env_id for _, env_id, _ in rows)}"
+        for algo, rows in groupby(not_run, key=lambda row: row[0])
+    )
     if missing:
         line += f" Published, but not run here with {LEAST_SEEDS} seeds: {missing}."
     return line

@@ -114,7 +114,9 @@ def test_published_figures_that_are_reached_missed_and_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     published = {("dqn", "CartPole-v1", 10): 5, ("c51", "CartPole-v1", 10): 9}
-    monkeypatch.setattr(tables, "PUBLISHED", published | {("ppo", "Acrobot-v1", 10): -80})
+    published |= {("dqn", "Acrobot-v1", 10): -90}
+    published |= {("ppo", "Acrobot-v1", 10): -80, ("ppo", "MountainCar-v0", 10): -200}
+    monkeypatch.setattr(tables, "PUBLISHED", published)
     cells = [
         make_cell([4.0, 6.0], steps=10),
         make_cell([7.0, 8.0], algo="c51", steps=10),
@@ -123,7 +125,8 @@ def test_published_figures_that_are_reached_missed_and_not_run(
     assert tables.published_line(cells) == (
         "Rows with a published figure: 2. The 95 % interval of 1 of them reaches it or lies above; "
         "it ends below for c51 on CartPole-v1 (up to 8.0, published 9). "
-        "Published, but not run here with 3 seeds: ppo on Acrobot-v1."
+        "Published, but not run here with 3 seeds: dqn on Acrobot-v1; "
+        "ppo on Acrobot-v1, MountainCar-v0."
     )
 
 
