@@ -132,6 +132,7 @@ CURVES = {
     "off_policy_hopper": "sweep_off_policy_mujoco/Hopper-v4",
     "off_policy_mountain_car": "sweep_mountain_car/MountainCarContinuous-v0",
     "off_policy_pendulum": "sweep_off_policy_pendulum/Pendulum-v1",
+    "off_policy_walker2d": "sweep_off_policy_mujoco/Walker2d-v4",
     "on_policy_acrobot": "sweep_on_policy/Acrobot-v1",
     "on_policy_cartpole": "sweep_on_policy/CartPole-v1",
     "on_policy_mountain_car": "sweep_on_policy_mountain_car/MountainCarContinuous-v0",
