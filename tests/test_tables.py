@@ -113,9 +113,13 @@ def test_a_family_appears_with_its_data() -> None:
 def test_published_figures_that_are_reached_missed_and_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    published = {("dqn", "CartPole-v1", 10): 5, ("c51", "CartPole-v1", 10): 9}
-    published |= {("dqn", "Acrobot-v1", 10): -90}
-    published |= {("ppo", "Acrobot-v1", 10): -80, ("ppo", "MountainCar-v0", 10): -200}
+    published = {
+        ("dqn", "CartPole-v1", 10): 5,
+        ("dqn", "Acrobot-v1", 10): -90,
+        ("c51", "CartPole-v1", 10): 9,
+        ("ppo", "Acrobot-v1", 10): -80,
+        ("ppo", "MountainCar-v0", 10): -200,
+    }
     monkeypatch.setattr(tables, "PUBLISHED", published)
     cells = [
         make_cell([4.0, 6.0], steps=10),
