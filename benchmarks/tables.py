@@ -130,6 +130,7 @@ CURVES = {
     "memory": "sweep_memory/gymnax-MemoryChain-bsuite",
     "off_policy_halfcheetah": "sweep_halfcheetah/HalfCheetah-v4",
     "off_policy_hopper": "sweep_off_policy_mujoco/Hopper-v4",
+    "off_policy_lunarlander_continuous": "sweep_lunarlander_continuous/LunarLanderContinuous-v3",
     "off_policy_mountain_car": "sweep_mountain_car/MountainCarContinuous-v0",
     "off_policy_pendulum": "sweep_off_policy_pendulum/Pendulum-v1",
     "off_policy_walker2d": "sweep_off_policy_mujoco/Walker2d-v4",
@@ -145,7 +146,6 @@ CURVES = {
     "ppo_walker2d": "sweep_ppo_mujoco/Walker2d-v4",
     "rainbow_ablation": "sweep_rainbow_ablation/pgx-minatar-breakout",
     "sac_discrete_cartpole": "sweep_sac_discrete/CartPole-v1",
-    "sac_lunarlander_continuous": "sweep_lunarlander_continuous/LunarLanderContinuous-v3",
     "value_acrobot": "sweep_value/Acrobot-v1",
     "value_cartpole": "sweep_value/CartPole-v1",
 }
