@@ -84,7 +84,7 @@ FAMILIES = (
     Family(
         "classic",
         "Classic control",
-        ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala"),
+        ("sweep", "sweep_value", "sweep_on_policy", "sweep_impala", "sweep_sac_discrete_classic"),
         ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
     ),
     Family("lunarlander", "LunarLander-v3, own flags", ("sweep_lunarlander",), ("LunarLander-v3",)),
@@ -145,7 +145,9 @@ CURVES = {
     "ppo_pusher": "sweep_ppo_mujoco/Pusher-v4",
     "ppo_walker2d": "sweep_ppo_mujoco/Walker2d-v4",
     "rainbow_ablation": "sweep_rainbow_ablation/pgx-minatar-breakout",
+    "sac_discrete_acrobot": "sweep_sac_discrete_classic/Acrobot-v1",
     "sac_discrete_cartpole": "sweep_sac_discrete/CartPole-v1",
+    "sac_discrete_mountain_car": "sweep_sac_discrete_classic/MountainCar-v0",
     "value_acrobot": "sweep_value/Acrobot-v1",
     "value_cartpole": "sweep_value/CartPole-v1",
 }
