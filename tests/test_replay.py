@@ -200,7 +200,8 @@ def test_samples_equal_the_plain_list(seed, num_envs, num_rows, length, n_step, 
     lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
     replay = Replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack)
     state = fill(replay, transitions(lanes, frame_stack))
-    batch = jax.jit(replay.sample, static_argnums=2)(state, jax.random.key(seed), 64)
+    sample = jax.jit(replay.sample, static_argnums=2)
+    batch = jax.device_get(sample(state, jax.random.key(seed), 64))
     oldest = max(0, length - num_rows)
     first_complete = oldest + (frame_stack - 1 if length >= num_rows else 0)
     drawn_valid = 0
