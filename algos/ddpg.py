@@ -59,6 +59,7 @@ class Config:
     batch_size: Positive[int] = 256  # transitions in a minibatch
     learning_starts: NonNegative[int] = 25_000  # env steps of uniformly random actions at first
     updates_per_step: Positive[float] = 1.0  # updates an env step, above or below 1
+    policy_frequency: Positive[int] = 1  # updates of the critic for one of policy and targets
     exploration_noise: NonNegative[float] = 0.1  # σ: deviation of the noise, of half the range
     noise_correlation: ProperFraction = 0.0  # of ε from one step to the next; 0: white noise
     normalize_obs: bool = False  # shift and scale observations by running statistics
@@ -156,14 +157,31 @@ class Algorithm:
         loss = -(batch.weight * q_value).mean()
         return loss, {"actor_loss": loss}
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
-        """A gradient step of critic and policy, then a step of both targets."""
+    def learn(
+        self, state: LearnerState, batch: Batch, update: Array
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        """A gradient step of the critic and, each policy_frequency updates, of the policy."""
         td_target = self.td_target(state, batch)  # [B]
         critic, metrics = self.descend(self.critic_loss, state.critic, state, batch, td_target)
         state = state._replace(critic=critic)
-        actor, actor_metrics = self.descend(self.actor_loss, state.actor, state, batch)
-        state = self.sync_target(state._replace(actor=actor))
+        is_due = update % self.config.policy_frequency == 0
+        state, actor_metrics = lax.cond(is_due, self.learn_actor, self.skip_actor, state, batch)
         return state, metrics | actor_metrics
+
+    def learn_actor(
+        self, state: LearnerState, batch: Batch
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        """A gradient step of the policy, then a step of the targets."""
+        actor, metrics = self.descend(self.actor_loss, state.actor, state, batch)
+        state = self.sync_target(state._replace(actor=actor))
+        return state, metrics | {"charts/actor_updates": jnp.ones(())}
+
+    def skip_actor(
+        self, state: LearnerState, batch: Batch
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        """Leave policy and targets as they are."""
+        _, metrics = jax.eval_shape(self.learn_actor, state, batch)
+        return state, optax.tree.zeros_like(metrics)
 
     def sync_target(self, state: LearnerState) -> LearnerState:
         """θ⁻ = τ θ + (1 - τ) θ⁻, φ⁻ = τ φ + (1 - τ) φ⁻."""
@@ -195,12 +213,14 @@ class Agent:
         is_random = step < self.config.learning_starts
         return jnp.where(is_random, uniform_action(noise), action)
 
-    def learn(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, dict[str, Array]]:
+    def learn(
+        self, state: LearnerState, batch: Batch, update: Array
+    ) -> tuple[LearnerState, dict[str, Array]]:
         """One update on a batch."""
         obs = self.observe(state.normalizer, batch.obs)
         next_obs = self.observe(state.normalizer, batch.next_obs)
         batch = batch._replace(obs=obs, next_obs=next_obs)
-        return self.algorithm.learn(state, batch)
+        return self.algorithm.learn(state, batch, update)
 
 
 class TrainState(NamedTuple):
@@ -234,7 +254,8 @@ class Trainer:
             for start, num_steps in log_intervals(self):
                 num_iterations = -(-num_steps // self.config.num_envs)
                 self.state, metrics = self.compiled_run(self.state, num_iterations)
-                yield from log_points(self.env, self.state, start, {}, metrics)
+                divisors = {"actor_loss": "charts/actor_updates"}
+                yield from log_points(self.env, self.state, start, {}, metrics, divisors)
         finally:
             self.env.close()
 
@@ -263,9 +284,9 @@ class Trainer:
             iteration, state, _ = carry
             return (iteration < num_iterations) & self.env.is_sound(state.env)
 
-        def train(_: Array, carry: tuple) -> tuple:
+        def train(update: Array, carry: tuple) -> tuple:
             state, metrics = carry
-            state, new_metrics = self._run_train(state)
+            state, new_metrics = self._run_train(state, update)
             return state, jax.tree.map(jnp.add, metrics, new_metrics)
 
         def iterate(carry: tuple) -> tuple:
@@ -277,7 +298,7 @@ class Trainer:
             return iteration + 1, state, metrics
 
         state = state._replace(env=self.env.reset_summary(state.env))
-        _, metrics = jax.eval_shape(self._run_train, state)
+        _, metrics = jax.eval_shape(self._run_train, state, 0)
         carry = 0, state, optax.tree.zeros_like(metrics)
         _, state, metrics = lax.while_loop(goes_on, iterate, carry)
         return state, metrics
@@ -303,11 +324,11 @@ class Trainer:
         step = state.step + self.config.num_envs
         return TrainState(learner, env, replay, noise, key, step)
 
-    def _run_train(self, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
-        """One update on a batch from replay."""
+    def _run_train(self, state: TrainState, update: Array) -> tuple[TrainState, dict[str, Array]]:
+        """One update on a batch from replay; `update` counts those before it."""
         key, sample_key = jax.random.split(state.key)
         batch = self.replay.sample(state.replay, sample_key, self.config.batch_size)
-        learner, metrics = self.agent.learn(state.learner, batch)
+        learner, metrics = self.agent.learn(state.learner, batch, update)
         metrics |= {"charts/updates": jnp.ones(())}
         return state._replace(learner=learner, key=key), metrics
 

@@ -183,7 +183,7 @@ class Algorithm:
     def learn_actor(
         self, state: LearnerState, batch: Batch
     ) -> tuple[LearnerState, dict[str, Array]]:
-        """A gradient step of the policy, then a step of all targets."""
+        """A gradient step of the policy, then a step of the targets."""
         actor, metrics = self.descend(self.actor_loss, state.actor, state, batch)
         state = self.sync_target(state._replace(actor=actor))
         return state, metrics | {"charts/actor_updates": jnp.ones(())}

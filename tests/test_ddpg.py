@@ -92,7 +92,7 @@ def test_a_whole_update_by_hand():
     # All rows terminate, so that the targets are the rewards.
     algorithm, state = hand_algorithm(tau=0.25)
     batch = HAND_BATCH._replace(reward=HAND_TARGET, discount=jnp.zeros(5))
-    new, metrics = algorithm.learn(state, batch)
+    new, metrics = algorithm.learn(state, batch, 0)
     for name in CRITIC:
         critic = np.array(CRITIC[name])
         critic[0] += 2 * ERRORS_TIMES_SLOPES[name][0] / 4
@@ -104,7 +104,20 @@ def test_a_whole_update_by_hand():
     np.testing.assert_allclose(new.actor.params["mean"], mean, rtol=1e-6)
     target = 0.25 * mean + 0.75 * TARGET_ACTOR["mean"]
     np.testing.assert_allclose(new.target_actor["mean"], target, rtol=1e-6)
-    assert set(metrics) == {"critic_loss", "q_values", "actor_loss"}
+    assert metrics["charts/actor_updates"] == 1
+    assert set(metrics) == {"critic_loss", "q_values", "actor_loss", "charts/actor_updates"}
+
+
+def test_policy_and_targets_rest_between_updates_of_policy_frequency():
+    algorithm, state = hand_algorithm(policy_frequency=2)
+    new, metrics = algorithm.learn(state, HAND_BATCH, 1)
+    due, _ = algorithm.learn(state, HAND_BATCH, 2)
+    leaves_equal(new.critic, due.critic)
+    assert leaves_differ(new.critic.params, CRITIC)
+    leaves_equal(new._replace(critic=state.critic), state)
+    assert metrics["charts/actor_updates"] == metrics["actor_loss"] == 0
+    for name in ("actor", "target_actor", "target_critic"):
+        assert leaves_differ(getattr(due, name), getattr(state, name))
 
 
 def test_networks_against_numpy(algorithm, state):
@@ -132,7 +145,7 @@ def test_networks_against_numpy(algorithm, state):
 def test_a_row_of_weight_0_has_no_influence():
     algorithm, state = hand_algorithm()
     learn = jax.jit(algorithm.learn)
-    results = [learn(state, x) for x in (HAND_BATCH, with_nonsense(HAND_BATCH))]
+    results = [learn(state, x, 0) for x in (HAND_BATCH, with_nonsense(HAND_BATCH))]
     leaves_equal(*results)
     assert leaves_differ(results[0][0].actor.params, ACTOR)
 

@@ -77,10 +77,11 @@ def test_log_data_and_counts(module):
     assert logs[2]["charts/episodic_return"] == logs[2]["charts/episodic_length"] == 3
 
 
-def test_td3_counts_the_updates_of_its_policy():
-    # Updates 0 to 18, then 19 to 78: the even ones move it.
-    _, log_data = finished_toy(td3)
-    assert [d["logs"]["charts/actor_updates"] for d in log_data[1::2]] == [10, 30]
+@pytest.mark.parametrize(("module", "expected"), [(ddpg, [19, 60]), (td3, [10, 30])])
+def test_updates_of_the_policy_are_counted(module, expected):
+    # Updates 0 to 18, then 19 to 78: TD3's policy moves at the even ones.
+    _, log_data = finished_toy(module)
+    assert [d["logs"]["charts/actor_updates"] for d in log_data[1::2]] == expected
 
 
 @pytest.mark.parametrize("num_envs", [1, 4, 64])
@@ -276,7 +277,7 @@ def test_every_observation_is_normalized(module, monkeypatch):
     agent.predict(state, obs, jax.random.key(0))
     agent.sample(state, obs, 500, last)
     batch = random_batch(0)._replace(obs=obs, next_obs=2 * obs - 1)
-    arguments = {ddpg: 0, td3: 2, sac: 1, sac_discrete: 0}[module] * [()]
+    arguments = {ddpg: 1, td3: 2, sac: 1, sac_discrete: 0}[module] * [()]
     _, batch = agent.learn(state, batch, *arguments)
     for got in (*seen, batch.obs, batch.next_obs / 2):
         np.testing.assert_allclose(got, (obs - 1) / 2, rtol=1e-6)
