@@ -30,6 +30,7 @@ from toy_envs import (
 )
 
 import common.envs
+from algos import ppo
 from common.envs import (
     Env,
     config_backend,
@@ -44,6 +45,8 @@ from common.envs.envpool_backend import PoolStepper
 from common.envs.host import HostBackend
 from common.envs.jax_backend import JaxBackend
 from common.errors import UserError
+
+from common.run import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 F, T = False, True
@@ -939,3 +942,16 @@ def test_a_package_that_cannot_be_imported(missing, words, monkeypatch):
     with pytest.raises(UserError) as raised:
         resolve_backend("gymnax/CartPole-v1")
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: resolve_backend("CartPole-v1"),
+        lambda: cli.parse(ppo.Config, ppo.PRESETS, ["--env-id", "Pendulum-v1"]),
+    ],
+)
+def test_envpool_without_its_system_libraries(use, monkeypatch):
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(UserError, match=r"envpool cannot be imported \(.*apt install libegl1"):
+        use()

@@ -6,9 +6,9 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
-import jax
 import numpy as np
 from gymnasium import spaces
 
@@ -25,6 +25,7 @@ __all__ = [
     "EpisodeSummary",
     "TimeStep",
     "config_backend",
+    "import_envpool",
     "make_env",
     "require_action_space",
     "require_bounded_actions",
@@ -118,8 +119,7 @@ def _make_backend(
         if purpose == "video":
             options = {"render_mode": "rgb_array"} | options
         pool = ep.make_pool(env_id, seeds, options, training=purpose == "train")
-        wide = ep.wide_dtypes(pool)
-        if wide - {np.dtype(np.float64)} or (wide and jax.default_backend() != "cpu"):
+        if ep.wide_dtypes(pool) - {np.dtype(np.float64)}:
             return HostBackend(ep.PoolStepper(pool))
         return ep.XlaPoolBackend(pool)
     if backend == "gymnasium":
@@ -182,11 +182,24 @@ def resolve_backend(env_id: str, backend: EnvBackend = "auto") -> EnvBackend:
     raise UserError(_unknown_id(env_id, backend, candidates))
 
 
+def import_envpool() -> ModuleType:
+    """Import envpool, whose newer wheels load libEGL and libOpenGL of the system.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module("envpool")
+    except ImportError as error:
+        raise UserError(
+            f"envpool cannot be imported ({one_line(error)}); on Debian and Ubuntu the system "
+            "libraries that it needs come with: apt install libegl1 libopengl0"
+        ) from error
+
+
 def _known_ids(backend: str, env_id: str) -> list[str]:
     if backend == "envpool":
-        import envpool
-
-        return envpool.list_all_envs()
+        return import_envpool().list_all_envs()
     if backend == "gymnasium":
         import gymnasium
 

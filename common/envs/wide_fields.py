@@ -66,7 +66,9 @@ def wide_xla(pool: Any) -> tuple[np.ndarray, Callable]:
 def _custom_call(pool: Any, name: str, handle: bytes, specs: Any, capsules: Any) -> Callable:
     """Return a traceable call of the pool: fields [...] -> fields [...], words in between."""
     target = f"{type(pool).__name__}_{id(pool)}_wide_{name}"
-    ffi.register_ffi_target(target, capsules[0], platform="cpu", api_version=1)
+    for platform, capsule in zip(("cpu", "gpu"), capsules, strict=True):
+        if capsule is not None:
+            ffi.register_ffi_target(target, capsule, platform=platform, api_version=1)
     inputs_are_wide, results_are_wide = ([d == np.float64 for d, _ in spec] for spec in specs)
     results = [
         jax.ShapeDtypeStruct((*shape, 2) if dtype == np.float64 else tuple(shape), kind)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 import tyro
 from gymnasium import spaces
 
+from common.envs import import_envpool
 from common.errors import UserError, one_line
 from common.ranges import NonNegative, Positive, Range, accepted
 
@@ -208,8 +209,7 @@ def _auto_preset(env_id: str, backend: str | None, presets: Presets) -> str:
     name, first = env_id.removeprefix("gymnax/"), next(iter(presets))
     if len(presets) == 1 or ("mujoco" not in presets and not name.endswith("-v5")):
         return first
-    import envpool
-
+    envpool = import_envpool()
     from common.envs.envpool_backend import is_atari
 
     if name not in envpool.list_all_envs():
