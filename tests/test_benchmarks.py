@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -309,6 +310,18 @@ def test_different_steps_and_curves_are_found() -> None:
     here, on_cpu = [[1.0, 1], [40.0, 60]], [[1.0, 1], [75.0, 85]]
     assert gpu_items.compare_curves(here, on_cpu).status == "failed"
     assert gpu_items.compare_curves(here, [[1.0, 1], [65.0, 70]]).status == "ok"
+
+
+def test_gpu_figures_in_the_docs_are_those_of_the_data() -> None:
+    results = json.loads((throughput.RESULTS / "gpu.json").read_text())
+    table = gpu.as_table(results)
+    assert (throughput.RESULTS / "gpu.md").read_text() == table
+    rates = [row for row in table.splitlines() if re.match(r"\| [a-z]+-\d+ \| [\d,]+ \|", row)]
+    shown = (BENCHMARKS.parent / "docs" / "performance.md").read_text().splitlines()
+    assert len(rates) >= 16 and set(rates) <= set(shown)
+    section = (BENCHMARKS.parent / "README.md").read_text().split("On one NVIDIA H200")[1]
+    figures = re.findall(r"\| ([\d,]+)(?: over all seeds)? \|$", section.split("![")[0], re.M)
+    assert len(figures) == 4 and all(f" {figure} |" in table for figure in figures)
 
 
 def test_gpu_program_on_a_cpu(tmp_path: Path) -> None:
