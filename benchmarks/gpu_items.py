@@ -95,7 +95,7 @@ def check_pool(env_id: str, steps: int) -> Outcome:
 
     config = Config(env_id, num_envs=8, env_kwargs=("max_episode_steps=45",))
     env: Any = make_env(config, "evaluate")
-    pool = getattr(env.backend, "stepper", env.backend).pool
+    pool = env.backend.pool
     seeds = [int(seed) for seed in pool.config["env_seed"]]
     twin = envpool.make(env_id, env_type="gymnasium", num_envs=8, seed=seeds, max_episode_steps=45)
     actions = random_actions(env, steps)
