@@ -243,39 +243,28 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_ctrl_c_at_16_moments_around_the_first_log_point(tmp_path):
+def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
     """Making the environments, compiling, training and saving: none is torn."""
     code = "from algos import dqn; print('imported', flush=True); " + RUN_DQN
-    flags = ["--total-timesteps", "1000000000", "--runs-dir", str(tmp_path / "runs")]
 
-    def start():
+    def interrupt_at(moment):
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *flags],
+            [sys.executable, "-c", code, "--runs-dir", str(tmp_path / "runs")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
         )
         assert process.stdout and process.stdout.readline() == "imported\n"
-        return process
-
-    def interrupt_at(moment):
-        process = start()
         time.sleep(0.02 + moment)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
-        return process.returncode, err, re.sub("--resume .*", "--resume", out.split("\n")[-2])
+        stopped = bool(out) and out.splitlines()[-1].startswith("stopped by SIGINT; ")
+        return moment, process.returncode, err, stopped
 
-    began, process = time.monotonic(), start()
-    assert any(line.startswith("step") for line in process.stdout)
-    until_the_first_log_point = time.monotonic() - began
-    process.kill()
-    process.communicate()
-    with ThreadPoolExecutor(2) as pool:
-        # Two at a time, beside other tests, may take half as long again as one.
-        ends = list(pool.map(interrupt_at, np.linspace(0, 2.5 * until_the_first_log_point, 16)))
-    hints = {"nothing was learned yet", "go on with --resume"}
-    assert set(ends) == {(130, "", f"stopped by SIGINT; {hint}") for hint in hints}
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(interrupt_at, np.linspace(0, 6, 50)))
+    assert [end for end in ends if end[1:] != (130, "", True)] == []
 
 
 def test_the_second_ctrl_c_ends_the_run_at_once():
