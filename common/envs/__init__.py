@@ -189,12 +189,13 @@ def import_envpool() -> ModuleType:
         UserError: it cannot be imported.
     """
     try:
-        return importlib.import_module("envpool")
+        import envpool
     except ImportError as error:
         raise UserError(
             f"envpool cannot be imported ({one_line(error)}); on Debian and Ubuntu the system "
             "libraries that it needs come with: apt install libegl1 libopengl0"
         ) from error
+    return envpool
 
 
 def _known_ids(backend: str, env_id: str) -> list[str]:
