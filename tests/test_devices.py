@@ -1,6 +1,7 @@
 """Several devices, which take a process of their own: JAX makes its devices once."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from algos import ppo
 
 PPO = Path(ppo.__file__)
 GYMNAX = ("--env-id", "gymnax/CartPole-v1")
-FOUR = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+FOUR = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"}
 TRAIN = """
 import importlib, json, sys
 import jax, numpy as np

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ from algos import dqn
 sys.argv = ["dqn.py", *json.loads(sys.stdin.readline())]
 dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
 """
-RUN_DQN = "dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)"
 TOTAL = 30_000
 LIFE_FLAGS = [
     *("--env-id", "gymnax/CartPole-v1", "--total-timesteps", str(TOTAL)),
@@ -243,28 +241,54 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+# Imports once and forks, before JAX has any thread, one run for each moment, four at a time.
+INTERRUPTED = """
+import json, os, signal, sys, time
+from algos import dqn
+
+moments, due, ends = json.loads(sys.argv[1]), {}, {}
+while moments or due:
+    if moments and len(due) < 4:
+        moment = moments.pop(0)
+        child = os.fork()
+        if not child:
+            break
+        due[child] = moment, time.monotonic() + 0.02 + moment
+    for child, (moment, then) in due.items():
+        if time.monotonic() >= then:
+            os.kill(child, signal.SIGINT)
+            due[child] = moment, float("inf")
+    child, status = os.waitpid(-1, os.WNOHANG)
+    if child:
+        ends[due.pop(child)[0]] = os.waitstatus_to_exitcode(status)
+    time.sleep(0.001)
+else:
+    print(json.dumps(ends))
+    sys.exit()
+for stream, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{moment}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+sys.argv = ["dqn.py", "--runs-dir", "runs"]
+dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
+"""
+
+
 def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
     """Making the environments, compiling, training and saving: none is torn."""
-    code = "from algos import dqn; print('imported', flush=True); " + RUN_DQN
-
-    def interrupt_at(moment):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "--runs-dir", str(tmp_path / "runs")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        assert process.stdout and process.stdout.readline() == "imported\n"
-        time.sleep(0.02 + moment)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-        stopped = bool(out) and out.splitlines()[-1].startswith("stopped by SIGINT; ")
-        return moment, process.returncode, err, stopped
-
-    with ThreadPoolExecutor(4) as pool:
-        ends = list(pool.map(interrupt_at, np.linspace(0, 6, 50)))
-    assert [end for end in ends if end[1:] != (130, "", True)] == []
+    moments = np.linspace(0, 6, 50).round(2).tolist()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, json.dumps(moments)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=600,
+    )
+    ends = json.loads(done.stdout)
+    assert len(ends) == 50, done.stderr
+    for moment, code in ends.items():
+        out, err = ((tmp_path / f"{moment}.{name}").read_text() for name in ("out", "err"))
+        assert (moment, code, err) == (moment, 130, "")
+        assert out.splitlines()[-1].startswith("stopped by SIGINT; ")
 
 
 def test_the_second_ctrl_c_ends_the_run_at_once():
