@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ from common.run.logger import (
     make_console,
     read_metrics,
 )
-from common.run.runner import check_finite
+from common.run.runner import _unless, check_finite
 from common.run.video import save_video
 
 
@@ -485,6 +486,17 @@ def test_a_sink_that_cannot_close(tmp_path):
     call = logger(lambda: [Broken], said.append)(call_of(log(1)))
     list(call(None))
     assert len(said) == 1 and "cannot close" in said[0]
+
+
+@pytest.mark.parametrize(("second", "passed_on"), [(8, 2), (16, 4)])
+def test_after_a_signal_no_log_point_comes_twice(second, passed_on):
+    """Explorers that are interrupted may have made no step since the last one."""
+    received, seen = [], []
+    points = [log(8, "collect"), log(8), log(second, "collect"), log(second)]
+    for log_data in _unless(received)(call_of(*points))(None):
+        seen.append(log_data)
+        received += [signal.SIGINT] * (len(seen) == 2)
+    assert seen == points[:passed_on]
 
 
 def test_csv_drops_rows_beyond_the_restored_step(tmp_path):

@@ -440,15 +440,22 @@ def _die(number: int, frame: Any) -> None:
 
 
 def _unless(received: list[signal.Signals]) -> Callable[[Call], Call]:
-    """Decorate `Trainer.__call__`: a signal before the first log point ends it without a trace."""
+    """Decorate `Trainer.__call__`: a signal before the first log point ends it without a trace.
+
+    A later one may come when Explorers have made no step since the last log point, which would be
+    logged twice.
+    """
 
     def decorate(call: Call) -> Call:
         def started(trainer: Trainer) -> Generator[dict, None, None]:
+            logged = None
             with contextlib.closing(call(trainer)) as inner:
                 for count, log_data in enumerate(inner if not received else ()):
-                    if received and count == 0:
+                    step = log_data["sample_step"]
+                    if received and (count == 0 or step == logged):
                         return
                     yield log_data
+                    logged = step if ends_log_point(log_data) else None
 
         return started
 
