@@ -39,8 +39,12 @@ class Ran(NamedTuple):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a child process that finds failing_envs, and no account or token."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RAY_AUTH_TOKEN"))}
+    """The environment of a child process that finds failing_envs, and no account or token.
+
+    It chooses its cores itself, as conftest.py's choice is for the tests' own process.
+    """
+    dropped = ("WANDB_", "RAY_AUTH_TOKEN", "NPROC")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     return kept | {"PYTHONPATH": str(TESTS), "WANDB_SILENT": "true"} | extra
 
 
