@@ -52,7 +52,7 @@ def run_alone(*args: Any, program: tuple[str, ...] = (str(DQN),), **extra: str) 
     """Run a program in its own process."""
     command = [sys.executable, *program, *map(str, args)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(**extra), timeout=300
+        command, capture_output=True, text=True, env=environment(**extra), timeout=600
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

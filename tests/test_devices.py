@@ -1,15 +1,17 @@
 """Several devices, which take a process of their own: JAX makes its devices once."""
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from run_helpers import environment, run_alone
+from run_helpers import environment, run_alone, run_here
 
 from algos import ppo
 
@@ -21,51 +23,50 @@ import importlib, json, sys
 import jax, numpy as np
 from common.run.devices import shard_over_devices
 
-module = importlib.import_module(sys.argv[1])
-options = dict(learning_starts=280) if hasattr(module.Config, "learning_starts") else {}
-
-def train(num_devices):
+def train(module, iterations, num_devices):
+    options = dict(learning_starts=280) if hasattr(module.Config, "learning_starts") else {}
     config = module.Config(env_id="gymnax/CartPole-v1", num_envs=8, total_timesteps=8192, **options)
     trainer = module.Trainer(config)
     if num_devices > 1:
         shard_over_devices(trainer, num_devices)
-    trainer.state, metrics = trainer.compiled_run(trainer.state, int(sys.argv[2]))
+    trainer.state, metrics = trainer.compiled_run(trainer.state, iterations)
     return trainer, float(metrics["charts/updates"])
 
-alone, updates = train(1)
-together, _ = train(4)
-difference = jax.tree.map(
-    lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()) if a.size else 0.0,
-    alone.state.learner.params,
-    together.state.learner.params,
-)
-obs = together.state.env.obs
-print(json.dumps({
-    "updates": updates,
-    "difference": max(jax.tree.leaves(difference)),
-    "rows": sorted(len(shard.data) for shard in obs.addressable_shards),
-    "replicated": all(x.sharding.is_fully_replicated
-                      for x in jax.tree.leaves(together.state.learner.params)),
-}))
+for name, iterations in json.loads(sys.argv[1]).items():
+    module = importlib.import_module(f"algos.{name}")
+    alone, updates = train(module, iterations, 1)
+    together, _ = train(module, iterations, 4)
+    difference = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()) if a.size else 0.0,
+        alone.state.learner.params,
+        together.state.learner.params,
+    )
+    obs = together.state.env.obs
+    print(json.dumps({
+        "algo": name,
+        "updates": updates,
+        "difference": max(jax.tree.leaves(difference)),
+        "rows": sorted(len(shard.data) for shard in obs.addressable_shards),
+        "replicated": all(x.sharding.is_fully_replicated
+                          for x in jax.tree.leaves(together.state.learner.params)),
+    }), flush=True)
 """
+ITERATIONS = {"ppo": 2, "a2c": 12, "ppo_rnn": 2, "impala": 12, "pqn": 2, "dqn": 60, "r2d2": 100}
 
 
-@pytest.mark.parametrize(
-    ("module", "iterations"),
-    [
-        ("ppo", 2),
-        ("a2c", 12),
-        ("ppo_rnn", 2),
-        ("impala", 12),
-        ("pqn", 2),
-        ("dqn", 60),
-        ("r2d2", 100),
-    ],
-)
-def test_four_devices_learn_what_one_learns(module, iterations):
-    ran = run_alone(f"algos.{module}", iterations, program=("-c", TRAIN), **FOUR)
-    assert ran.code == 0, ran.err
-    result = json.loads(ran.out.splitlines()[-1])
+@functools.cache
+def trained_on_four() -> tuple[dict[str, dict[str, Any]], str]:
+    """What each algorithm's training says, and what the program that ran them all complained of."""
+    ran = run_alone(json.dumps(ITERATIONS), program=("-c", TRAIN), **FOUR)
+    results = [json.loads(line) for line in ran.out.splitlines() if line.startswith("{")]
+    return {result["algo"]: result for result in results}, ran.err
+
+
+@pytest.mark.parametrize("algo", ITERATIONS)
+def test_four_devices_learn_what_one_learns(algo):
+    results, complaint = trained_on_four()
+    assert algo in results, complaint
+    result = results[algo]
     assert result["updates"] >= 10
     assert result["difference"] <= 1e-5
     assert result["rows"] == [2, 2, 2, 2]
@@ -95,8 +96,8 @@ def test_a_run_on_two_devices(tmp_path):
         ((*GYMNAX, "--num-devices", 0), "--num-devices must be above 0, got 0"),
     ],
 )
-def test_bad_numbers_of_devices(flags, line, tmp_path):
-    ran = run_alone(*flags, "--runs-dir", tmp_path / "runs", program=(str(PPO),))
+def test_bad_numbers_of_devices(flags, line, tmp_path, capsys):
+    ran = run_here(capsys, *flags, "--runs-dir", tmp_path / "runs", module="algos.ppo")
     assert ran.code == 2
     assert line in ran.err
     assert len(ran.err.splitlines()) == 1

@@ -274,6 +274,7 @@ def test_learns_pendulum():
         log_frequency=8_000,
         learning_starts=1_000,
         learning_rate=1e-3,
+        batch_size=64,
     )
     trainer = Trainer(config)
     for _ in trainer():
