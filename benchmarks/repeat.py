@@ -3,9 +3,10 @@
     python benchmarks/repeat.py
     python benchmarks/repeat.py --folders sweep_value --env-ids CartPole-v1 --share 0.3
 
-Of each group of runs under benchmarks/results/sweep*, the first seed of every commit that made it
-is trained anew with its flags, as `benchmarks/sweep.py` does it, until a share of its steps, and on
-until three returns were other than the first. Each log point's mean return and number of episodes
+Of each group of runs under benchmarks/results/sweep*, the first seed of every commit that made it,
+of those whose returns are not all alike if there are any, is trained anew with its flags, as
+`benchmarks/sweep.py` does it, until a share of its steps, and on until three returns were other
+than the first. Each log point's mean return and number of episodes
 are compared with the committed curve. A single different rounding soon acts otherwise and shows
 there, so equal points mean equal arithmetic, but for what only later steps compute. Another kind of
 processor rounds otherwise, too: where a point differs, the commit of the run is checked out and
@@ -89,7 +90,7 @@ def main(options: Options) -> int:
 
 
 def chosen_runs(options: Options) -> dict[str, Result]:
-    """Return the first seed of each commit of each chosen group, by folder and name of its file."""
+    """Return a run of each commit of each chosen group, by folder and name of its file."""
     folders = sorted(path.parent for path in RESULTS.glob("sweep*/jobs"))
     chosen: dict[str, Result] = {}
     for folder in folders:
@@ -102,8 +103,14 @@ def chosen_runs(options: Options) -> dict[str, Result]:
 
 
 def first_of_commits(group: Iterable[Result]) -> list[Result]:
-    """Return the run with the lowest seed of each commit."""
-    return list({run.commit: run for run in sorted(group, key=lambda x: -x.seed)}.values())
+    """Return the run with the lowest seed of each commit, of those that can tell if any can."""
+    ordered = sorted(group, key=lambda run: (has_varied_returns(run.curve), -run.seed))
+    return list({run.commit: run for run in ordered}.values())
+
+
+def has_varied_returns(curve: Curve) -> bool:
+    """Say whether a curve has more than one return."""
+    return len({value for _, value, _ in curve}) > 1
 
 
 def run_name(folder: str, result: Result) -> str:
@@ -205,9 +212,9 @@ def compare(before: Curve, part: Part, until: int) -> Comparison:
         raise UserError(f"no episode ended in the first {until:,} steps; give a larger --share")
     pairs = ((p, other) for p, other in zip_longest(points, again) if p != other)
     differs = next(((p or other)[0] for p, other in pairs), None)
-    is_varied = len({value for _, value, _ in points}) > 1
     last = points[-1][0]
-    return Comparison(last, differs, is_varied and part.learning_from < last)
+    told = has_varied_returns(points) and part.learning_from < last
+    return Comparison(last, differs, told)
 
 
 def keep(name: str, found: Repeat) -> None:

@@ -86,6 +86,11 @@ def test_one_run_of_each_commit_is_repeated() -> None:
     seeds = {3: "abc", 1: "def", 2: "abc", 4: "def"}
     group = [make_result(seed=seed, commit=commit) for seed, commit in seeds.items()]
     assert sorted(run.seed for run in repeat.first_of_commits(group)) == [1, 2]
+    alike = [(10, -200.0, 1.0), (20, -200.0, 1.0)]
+    steady = [make_result(seed=seed, curve=alike) for seed in (1, 2)]
+    assert [run.seed for run in repeat.first_of_commits(steady)] == [1]
+    later = [make_result(seed=seed) for seed in (4, 3)]
+    assert [run.seed for run in repeat.first_of_commits(steady + later)] == [3], "which can tell"
 
 
 @pytest.fixture
