@@ -6,11 +6,11 @@
 Of each group of runs under benchmarks/results/sweep*, the first seed of every commit that made it,
 of those whose returns are not all alike if there are any, is trained anew with its flags, as
 `benchmarks/sweep.py` does it, until a share of its steps, and on until three returns were other
-than the first. Each log point's mean return and number of episodes
-are compared with the committed curve. A single different rounding soon acts otherwise and shows
-there, so equal points mean equal arithmetic, but for what only later steps compute. Another kind of
-processor rounds otherwise, too: where a point differs, the commit of the run is checked out and
-trained on this machine as well, and the two codes are compared.
+than the first. Each log point's mean return and number of episodes are compared with the committed
+curve. A single different rounding soon acts otherwise and shows there, so equal points mean equal
+arithmetic, but for what only later steps compute. Another kind of processor rounds otherwise, too:
+where a point differs, the commit of the run is checked out and trained on this machine as well, and
+the two codes are compared.
 benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each
 row. Exits with 1 if a run differs.
 """

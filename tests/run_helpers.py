@@ -48,11 +48,13 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(TESTS), "WANDB_SILENT": "true"} | extra
 
 
-def run_alone(*args: Any, program: tuple[str, ...] = (str(DQN),), **extra: str) -> Ran:
-    """Run a program in its own process."""
+def run_alone(
+    *args: Any, program: tuple[str, ...] = (str(DQN),), timeout: float = 300, **extra: str
+) -> Ran:
+    """Run a program in its own process, for `timeout` seconds at most."""
     command = [sys.executable, *program, *map(str, args)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(**extra), timeout=600
+        command, capture_output=True, text=True, env=environment(**extra), timeout=timeout
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

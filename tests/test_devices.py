@@ -1,6 +1,5 @@
 """Several devices, which take a process of their own: JAX makes its devices once."""
 
-import functools
 import json
 import os
 import socket
@@ -32,6 +31,7 @@ def train(module, iterations, num_devices):
     trainer.state, metrics = trainer.compiled_run(trainer.state, iterations)
     return trainer, float(metrics["charts/updates"])
 
+results = {}
 for name, iterations in json.loads(sys.argv[1]).items():
     module = importlib.import_module(f"algos.{name}")
     alone, updates = train(module, iterations, 1)
@@ -42,31 +42,29 @@ for name, iterations in json.loads(sys.argv[1]).items():
         together.state.learner.params,
     )
     obs = together.state.env.obs
-    print(json.dumps({
-        "algo": name,
+    results[name] = {
         "updates": updates,
         "difference": max(jax.tree.leaves(difference)),
         "rows": sorted(len(shard.data) for shard in obs.addressable_shards),
         "replicated": all(x.sharding.is_fully_replicated
                           for x in jax.tree.leaves(together.state.learner.params)),
-    }), flush=True)
+    }
+print(json.dumps(results))
 """
 ITERATIONS = {"ppo": 2, "a2c": 12, "ppo_rnn": 2, "impala": 12, "pqn": 2, "dqn": 60, "r2d2": 100}
 
 
-@functools.cache
-def trained_on_four() -> tuple[dict[str, dict[str, Any]], str]:
-    """What each algorithm's training says, and what the program that ran them all complained of."""
-    ran = run_alone(json.dumps(ITERATIONS), program=("-c", TRAIN), **FOUR)
-    results = [json.loads(line) for line in ran.out.splitlines() if line.startswith("{")]
-    return {result["algo"]: result for result in results}, ran.err
+@pytest.fixture(scope="module")
+def trained_on_four() -> dict[str, dict[str, Any]]:
+    """What came of training each algorithm on one device and on four."""
+    ran = run_alone(json.dumps(ITERATIONS), program=("-c", TRAIN), timeout=600, **FOUR)
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("algo", ITERATIONS)
-def test_four_devices_learn_what_one_learns(algo):
-    results, complaint = trained_on_four()
-    assert algo in results, complaint
-    result = results[algo]
+def test_four_devices_learn_what_one_learns(algo, trained_on_four):
+    result = trained_on_four[algo]
     assert result["updates"] >= 10
     assert result["difference"] <= 1e-5
     assert result["rows"] == [2, 2, 2, 2]
