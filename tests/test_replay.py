@@ -15,11 +15,13 @@ from common.errors import UserError
 from common.replay import Replay, ReplayState, Transition, _free_bytes, interrupt
 
 GAMMA = 0.9
+# Each buffer of another shape is compiled anew, which takes longer than its few rows do.
+compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def fill(replay: Replay, rows: list[Transition]) -> ReplayState:
-    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
-    add = jax.jit(replay.add)
+    state = compiled(replay.init)(rows[0].obs, rows[0].action, rows[0].extras)
+    add = compiled(replay.add)
     for row in rows:
         state = add(state, row)
     return state
@@ -28,14 +30,13 @@ def fill(replay: Replay, rows: list[Transition]) -> ReplayState:
 def counter_row(i: int, ended: bool = False, stack: list[int] | None = None) -> Transition:
     """Row i of one environment; obs, action and reward are all i."""
     obs = [[i]] if stack is None else [[[frame] for frame in stack]]
-    as_float, flag = jnp.full(1, float(i)), jnp.zeros(1, bool)
     return Transition(
-        obs=jnp.array(obs),
-        action=jnp.full(1, i),
-        reward=as_float,
-        terminated=jnp.full(1, ended),
-        truncated=flag,
-        valid=~flag,
+        obs=np.array(obs, np.int32),
+        action=np.full(1, i, np.int32),
+        reward=np.full(1, i, np.float32),
+        terminated=np.full(1, ended),
+        truncated=np.zeros(1, bool),
+        valid=np.ones(1, bool),
     )
 
 
@@ -173,15 +174,15 @@ def expected_return(lane: Lane, i: int, n_step: int) -> tuple[float, float, int]
 def transitions(lanes: list[Lane], stack: int) -> list[Transition]:
     rows = []
     for i in range(len(lanes[0].reward)):
-        stacks = jnp.array([lane.stacks[i] for lane in lanes], jnp.uint8)  # [N, stack]
+        stacks = np.array([lane.stacks[i] for lane in lanes], np.uint8)  # [N, stack]
         column: dict[str, Any] = {
-            name: jnp.array([getattr(lane, name)[i] for lane in lanes]) for name in Lane._fields[1:]
+            name: np.array([getattr(lane, name)[i] for lane in lanes]) for name in Lane._fields[1:]
         }
         obs = stacks[..., None] if stack > 1 else {"frame": stacks[:, -1:]}
-        action = jnp.full((len(lanes), 2), i)
-        column["reward"] = column["reward"].astype(jnp.float32)
+        action = np.full((len(lanes), 2), i, np.int32)
+        column["reward"] = np.float32(column["reward"])
         rows.append(
-            Transition(obs=obs, action=action, **column, extras=jnp.full(len(lanes), i, jnp.int32))
+            Transition(obs=obs, action=action, **column, extras=np.full(len(lanes), i, np.int32))
         )
     return rows
 
@@ -200,7 +201,7 @@ def test_samples_equal_the_plain_list(seed, num_envs, num_rows, length, n_step, 
     lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
     replay = Replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack)
     state = fill(replay, transitions(lanes, frame_stack))
-    sample = jax.jit(replay.sample, static_argnums=2)
+    sample = compiled(replay.sample, static_argnums=2)
     batch = jax.device_get(sample(state, jax.random.key(seed), 64))
     oldest = max(0, length - num_rows)
     first_complete = oldest + (frame_stack - 1 if length >= num_rows else 0)
@@ -385,9 +386,9 @@ def test_priorities_equal_a_dictionary(seed, num_envs, num_rows, length, n_step,
     lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
     replay = Replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack, ALPHA)
     rows = transitions(lanes, frame_stack)
-    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
-    add, update = jax.jit(replay.add), jax.jit(replay.update_priorities)
-    sample = jax.jit(replay.sample, static_argnums=2)
+    state = compiled(replay.init)(rows[0].obs, rows[0].action, rows[0].extras)
+    add, update = compiled(replay.add), compiled(replay.update_priorities)
+    sample = compiled(replay.sample, static_argnums=2)
     known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
     largest = 1.0
     for i, row in enumerate(rows):
@@ -565,9 +566,9 @@ def test_sequences_equal_the_plain_list(
     options = GAMMA, n_step, frame_stack, alpha, sequence_length, period
     replay = Replay(num_rows * num_envs, num_envs, *options)
     rows = transitions(lanes, frame_stack)
-    state = replay.init(rows[0].obs, rows[0].action, rows[0].extras)
-    add, update = jax.jit(replay.add), jax.jit(replay.update_priorities)
-    sample = jax.jit(replay.sample_sequences, static_argnums=2)
+    state = compiled(replay.init)(rows[0].obs, rows[0].action, rows[0].extras)
+    add, update = compiled(replay.add), compiled(replay.update_priorities)
+    sample = compiled(replay.sample_sequences, static_argnums=2)
     known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
     largest = 1.0
     for i, row in enumerate(rows):
@@ -628,7 +629,7 @@ def test_only_the_starts_of_sequences_keep_their_extras():
 
 
 def stacked(rows: list[Transition]) -> Transition:
-    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
 def cut_lane(lane: Lane, start: int, steps: int) -> Lane:
@@ -662,9 +663,9 @@ def test_blocks_equal_their_trajectories(
     replay = Replay(capacity, num_envs, GAMMA, n_step, frame_stack, alpha, block_length=length)
     assert replay.num_rows == num_blocks * length
     first = all_rows[0][0]
-    state = replay.init(first.obs, first.action, first.extras)
-    add, gather = jax.jit(replay.add_block), jax.jit(replay.gather)
-    update, sample = jax.jit(replay.update_priorities), jax.jit(replay.sample, static_argnums=2)
+    state = compiled(replay.init)(first.obs, first.action, first.extras)
+    add, gather = compiled(replay.add_block), compiled(replay.gather)
+    update, sample = compiled(replay.update_priorities), compiled(replay.sample, static_argnums=2)
     times, envs = np.divmod(np.arange(replay.num_rows * num_envs), num_envs)
     stored: dict[tuple[int, int], tuple[Lane, int, int]] = {}  # place -> lane, row in it, first row
     leaves = np.zeros((replay.num_rows, num_envs))  # p^α
@@ -706,7 +707,7 @@ def test_golden_blocks():
     replay = Replay(11, 1, 0.5, 2, 2, 1.0, block_length=5)
     assert replay.num_rows == 10
     rows = [counter_row(i, stack=[i - 1, i]) for i in range(10)]
-    state, add = replay.init(rows[0].obs, rows[0].action), jax.jit(replay.add_block)
+    state, add = replay.init(rows[0].obs, rows[0].action), compiled(replay.add_block)
     state = add(state, stacked(rows[1:5]), jnp.array([[-3.0], [2.0], [1.0]]))
     assert state.storage.obs.ravel().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
     assert state.storage.valid.ravel().tolist() == [*[0, 1, 1, 1, 0], *[0] * 5]
