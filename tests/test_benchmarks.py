@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from algos import c51, pqn
 from algos.ppo import Config
+from common.errors import UserError
 
 from common.run import cli
 
@@ -26,6 +28,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import conv  # noqa: E402
 import gpu  # noqa: E402
 import gpu_items  # noqa: E402
+import mujoco_versions  # noqa: E402
 import pong_torch  # noqa: E402
 import replay  # noqa: E402
 import same_bits  # noqa: E402
@@ -153,6 +156,17 @@ def test_without_torch_one_line_and_exit_code_2(
 
 
 # Comparing
+
+
+def test_the_comparison_with_mujoco_2_says_what_it_needs(tmp_path: Path, monkeypatch: Any) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(mujoco_versions, "version", version)
+    out = tmp_path / "table.md"
+    with pytest.raises(UserError, match="'mujoco<3'"):
+        mujoco_versions.main(mujoco_versions.VersionOptions(out=str(out)))
+    assert not out.exists()
 
 
 def test_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

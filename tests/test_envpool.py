@@ -348,6 +348,19 @@ def test_too_few_actions_are_refused_while_tracing() -> None:
         jax.eval_shape(env.step, state, jnp.zeros(2, jnp.int32))
 
 
+@pytest.mark.parametrize(("env_id", "moves"), [("Pusher-v4", False), ("Pusher-v5", True)])
+def test_the_arm_of_pusher_v4_passes_through_the_object(env_id: str, moves: bool) -> None:
+    """Which is why it is refused. Torques that are alike from step to step swing the arm far."""
+    pool = envpool.make_gymnasium(env_id, num_envs=200, seed=1)
+    start = pool.reset()[0][:, 17:20].copy()  # [200, 3], where the object is
+    rng, torque, moved = np.random.default_rng(0), np.zeros((200, 7)), False
+    for _ in range(99):
+        torque = 0.95 * torque + 0.5 * rng.normal(size=torque.shape)
+        obs, *_ = pool.step(np.clip(torque, -2, 2))
+        moved |= bool((np.abs(obs[:, 17:20] - start) > 1e-3).any())
+    assert moved == moves
+
+
 def test_render() -> None:
     env = make_env(env_config("Pong-v5"), "video", num_envs=1)
     frame = env.render(env.reset(jax.random.key(0)))

@@ -298,6 +298,10 @@ BAD_ENVIRONMENTS: dict[str, tuple[str, list[str]]] = {
     ),
     "action space": ("--env-id Pendulum-v1", ["dqn", "Discrete", "Box(-2.0, 2.0", "Pendulum-v1"]),
     "two players": ("--env-id pgx/connect_four", ["connect_four", "2 players", "pgx/2048"]),
+    "arm passes through the object": (
+        "--env-id Pusher-v4",
+        ["Pusher-v4", "MuJoCo 3", "--env-id Pusher-v5", "--env-backend gymnasium", "mujoco<3"],
+    ),
     "kwargs without =": ("--env-kwargs frame_skip", ["--env-kwargs", "'frame_skip'", "KEY=VALUE"]),
     "kwargs too deep": (f"--env-kwargs x={'-' * 100_000}1", ["--env-kwargs x", "a number"]),
     "kwargs too long": (f"--env-kwargs x={'9' * 5000}", ["999 ... 999", "max_episode_steps"]),

@@ -31,8 +31,15 @@ def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: b
     games and raw rewards (Mnih et al. 2015); `kwargs` win over the preset.
 
     Raises:
-        UserError: if envpool refuses the options, or several players share the environment.
+        UserError: if envpool refuses the options, several players share the environment, or it is
+            not the task of its name.
     """
+    if env_id in _WITHOUT_CONTACT:
+        raise UserError(
+            f"envpool steps {env_id} with MuJoCo 3, where the arm passes through the object; give "
+            "--env-id Pusher-v5, or Pusher-v4 with --env-backend gymnasium and, on Python 3.11, "
+            "pip install 'gymnasium[mujoco]' 'mujoco<3'"
+        )
     defaults: dict[str, Any] = {"num_threads": _num_threads(env_id, len(seeds))}
     if is_atari(env_id) and training:
         defaults |= {"episodic_life": True, "reward_clip": True}
@@ -51,6 +58,8 @@ def make_pool(env_id: str, seeds: list[int], kwargs: dict[str, Any], training: b
     return pool
 
 
+# https://github.com/Farama-Foundation/Gymnasium/issues/950, for which Gymnasium refuses it as well.
+_WITHOUT_CONTACT = ("Pusher-v2", "Pusher-v4")
 _OURS = {
     *("num_envs", "batch_size", "max_num_players", "seed", "env_seed"),
     *("base_path", "gym_reset_return_info"),

@@ -1,0 +1,108 @@
+"""A step of envpool's MuJoCo tasks beside one of Gymnasium's from the same state.
+
+    pip install "gymnasium[mujoco]" "mujoco<3"  # on Python 3.11
+    python benchmarks/mujoco_versions.py
+
+writes benchmarks/results/mujoco_versions.md.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+
+from common.errors import UserError
+from machine import ROOT, describe_commit
+from tables import markdown_table
+
+from common.run import checkpoint, cli
+
+# How many positions an observation leaves out; nothing depends on where the robot is.
+UNSEEN = {
+    "HalfCheetah-v4": 1,
+    "Walker2d-v4": 1,
+    "InvertedPendulum-v4": 0,
+    "Swimmer-v4": 2,
+    "Hopper-v4": 1,
+    "Humanoid-v4": 2,
+    "Ant-v4": 2,
+}
+HEADER = ["environment", "margin", "steps", "equal to 1e-6", "largest difference", "of a reward"]
+
+
+@dataclass(frozen=True)
+class VersionOptions:
+    """Compare the steps of envpool's MuJoCo tasks with those of Gymnasium's."""
+
+    num_episodes: int = 20
+    """of each environment, with random actions"""
+    max_steps: int = 100
+    """of an episode"""
+    out: str = "benchmarks/results/mujoco_versions.md"
+    """file of the table"""
+
+
+def main(options: VersionOptions) -> None:
+    """Write the table, and print it.
+
+    Raises:
+        UserError: MuJoCo is not installed.
+    """
+    try:
+        packages = {name: version(name) for name in ("envpool", "gymnasium", "mujoco")}
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{error}; to compare with MuJoCo 2: pip install 'gymnasium[mujoco]' 'mujoco<3'"
+        ) from error
+    rows = []
+    for env_id in UNSEEN:
+        seeds = range(1, options.num_episodes + 1)
+        found = [row for seed in seeds for row in steps(env_id, seed, options)]
+        margin, state, reward = np.array(found).T
+        rows.append(
+            [
+                *(env_id, f"{margin.max():g}", f"{len(found):,}", f"{(state < 1e-6).mean():.0%}"),
+                *(f"{state.max():.1g}", f"{reward.max():.1g}"),
+            ]
+        )
+    made = " · ".join(f"{name} {number}" for name, number in packages.items())
+    text = f"{markdown_table(HEADER, rows)}\n\n{made} · commit {describe_commit()}\n"
+    checkpoint.write_atomically(ROOT / options.out, text)
+    print(text)
+
+
+def steps(env_id: str, seed: int, options: VersionOptions) -> Iterator[tuple[float, float, float]]:
+    """Yield the margin of contacts, and how far positions and velocities and the rewards differ.
+
+    Before each step Gymnasium's environment gets the state of envpool's. Observations of Hopper and
+    Walker2d have velocities clipped at 10; a step from one of these is left out.
+    """
+    import envpool
+    import gymnasium
+
+    pool = envpool.make_gymnasium(env_id, num_envs=1, seed=seed)
+    env = gymnasium.make(env_id).unwrapped
+    env.reset(seed=seed)
+    env.action_space.seed(seed)
+    unseen, num_positions = UNSEEN[env_id], env.model.nq
+    size = num_positions - unseen + env.model.nv
+    (before,), _ = pool.reset()
+    for _ in range(options.max_steps):
+        position, velocity = np.split(before[:size], [num_positions - unseen])
+        env.set_state(np.concatenate([np.zeros(unseen), position]), velocity)
+        action = env.action_space.sample()
+        expected, expected_reward, *_ = env.step(action)
+        (obs,), (reward,), (ended,), *_ = pool.step(action[None].astype(float))
+        if np.abs(velocity).max() != 10:
+            difference = np.abs(obs - expected)[:size].max()
+            yield env.model.geom_margin.max(), difference, abs(reward - expected_reward)
+        if ended:
+            return
+        before = obs
+
+
+if __name__ == "__main__":
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(VersionOptions, sys.argv[1:], __doc__ or ""))
