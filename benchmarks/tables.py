@@ -142,7 +142,7 @@ CURVES = {
     "ppo_hopper": "sweep_ppo_mujoco/Hopper-v4",
     "ppo_humanoid": "sweep_ppo_mujoco/Humanoid-v4",
     "ppo_lunarlander": "sweep_ppo_lunarlander/LunarLander-v3",
-    "ppo_pusher": "sweep_ppo_mujoco/Pusher-v4",
+    "ppo_pusher": "sweep_pusher/Pusher-v4",
     "ppo_walker2d": "sweep_ppo_mujoco/Walker2d-v4",
     "rainbow_ablation": "sweep_rainbow_ablation/pgx-minatar-breakout",
     "sac_discrete_acrobot": "sweep_sac_discrete_classic/Acrobot-v1",
