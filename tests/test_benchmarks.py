@@ -169,6 +169,11 @@ def test_the_comparison_with_mujoco_2_says_what_it_needs(tmp_path: Path, monkeyp
     assert not out.exists()
 
 
+def test_docs_have_the_table_of_mujocos_versions() -> None:
+    table, _ = (throughput.RESULTS / "mujoco_versions.md").read_text().split("\n\n")
+    assert table in (BENCHMARKS.parent / "docs" / "environments.md").read_text()
+
+
 def test_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(same_bits, "CASES", [("dqn", {}), ("sac", {"alpha": 0.2})])
     seen = []
