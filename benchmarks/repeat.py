@@ -10,7 +10,7 @@ than the first. Each log point's mean return and number of episodes are compared
 curve. A single different rounding soon acts otherwise and shows there, so equal points mean equal
 arithmetic, but for what only later steps compute. Another kind of processor rounds otherwise, too:
 where a point differs, the commit of the run is checked out and trained on this machine as well, and
-the two codes are compared.
+the two codes are compared, in their losses too. So it is where all returns are alike.
 benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each
 row. Exits with 1 if a run differs.
 """
@@ -64,13 +64,13 @@ class Repeat:
     """commit that repeated it"""
     machine: str
     beside: bool
-    """whether `commit` was trained on this machine, too, because its data differ"""
+    """whether `commit` was trained on this machine, too, because its data differ or tell nothing"""
     until: int
     """env step of the last point that both curves have"""
     differs_at: int | None
     """env step of the first point that differs; None if none does"""
     told: bool
-    """whether the points could tell: False where returns are alike or nothing was learned yet"""
+    """whether returns or losses could tell: False where nothing was learned yet"""
 
 
 def main(options: Options) -> int:
@@ -130,10 +130,10 @@ def repeat(result: Result, share: float) -> Repeat:
     until = last_step(result, share)
     with tempfile.TemporaryDirectory() as scratch:
         part = train_until(Run(make_job(result), Path(scratch)), until)
-    found = compare(result.curve, part, until)
-    beside = found.differs_at is not None
+    found = compare(Part(result.curve, []), part, until)
+    beside = found.differs_at is not None or not found.told
     if beside:
-        found = compare(train_commit(result, until).curve, part, until)
+        found = compare(train_commit(result, until), part, until)
     return Repeat(result.commit, describe_commit(), describe_cores(), beside, *found)
 
 
@@ -144,10 +144,10 @@ def last_step(result: Result, share: float) -> int:
 
 
 class Part(NamedTuple):
-    """The first part of a run that was trained."""
+    """The first part of a run."""
 
     curve: Curve
-    learning_from: float  # env step of the first log point with a loss
+    losses: list[tuple[int, str, float]]  # env step, name, value; none of a committed run
 
 
 def train_commit(result: Result, until: int) -> Part:
@@ -189,8 +189,8 @@ def train_until(run: Run, until: int, code: Path = ROOT) -> Part:
     if run.progress()[0] < until:
         raise UserError(f"{run.job.name} ended at step {run.progress()[0]:,}: {run.last_words()}")
     rows = read_metrics(run.run_folders()[-1] / "metrics.csv")
-    losses = (step for step, _, name, _ in rows if name.startswith("losses/"))
-    return Part(read_curve(rows), next(losses, math.inf))
+    losses = [(s, name, value) for s, _, name, value in rows if name.startswith("losses/")]
+    return Part(read_curve(rows), losses)
 
 
 class Comparison(NamedTuple):
@@ -201,19 +201,21 @@ class Comparison(NamedTuple):
     told: bool
 
 
-def compare(before: Curve, part: Part, until: int) -> Comparison:
-    """Compare curves up to an env step; `part` is of today's code.
+def compare(before: Part, today: Part, until: int) -> Comparison:
+    """Compare returns up to an env step, and losses before the last of them if both parts have any.
 
     Raises:
-        UserError: there is no point to compare.
+        UserError: there is no return to compare.
     """
-    points, again = ([tuple(p) for p in c if p[0] <= until] for c in (before, part.curve))
-    if not points:
+    curves = [[tuple(p) for p in part.curve if p[0] <= until] for part in (before, today)]
+    if not curves[0]:
         raise UserError(f"no episode ended in the first {until:,} steps; give a larger --share")
-    pairs = ((p, other) for p, other in zip_longest(points, again) if p != other)
-    differs = next(((p or other)[0] for p, other in pairs), None)
-    last = points[-1][0]
-    told = has_varied_returns(points) and part.learning_from < last
+    last = curves[0][-1][0]
+    # Those of the last point may have been cut off.
+    losses = [[loss for loss in part.losses if loss[0] < last] for part in (before, today)]
+    pairs = list(zip_longest(*curves)) + (list(zip_longest(*losses)) if before.losses else [])
+    differs = min(((a or b)[0] for a, b in pairs if a != b), default=None)
+    told = bool(losses[1]) and (has_varied_returns(curves[0]) or bool(losses[0]))
     return Comparison(last, differs, told)
 
 

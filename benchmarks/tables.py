@@ -66,7 +66,8 @@ ROWS = (
     "time of a run on one core, which shared its machine with other runs; cores differed by about "
     "2.5 times. Repeated: the commit on which the first part of a run was trained again "
     "(`benchmarks/repeat.py`), and how much of it, with the returns of the row's own commit to the "
-    "bit, so that the row is one of that commit, too; *rounds otherwise* where a return differs."
+    "bit, and with its losses where all returns are alike, so that the row is one of that commit, "
+    "too; *rounds otherwise* where one differs."
 )
 
 

@@ -1,7 +1,6 @@
 """Runs that are trained again: what is compared, and how, by a program in place of DQN."""
 
 import dataclasses
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ with (folder / "metrics.csv").open("w", buffering=1) as metrics:
     print("step,seconds,name,value", file=metrics)
     for step in range(10, int(flags["--last"]) + 10, 10):
         print(f"{step},0.1,charts/episodes,2.0", file=metrics)
-        print(f"{step},0.1,losses/td_loss,2.0", file=metrics)
+        print(f"{step},0.1,losses/td_loss,{step / 10}", file=metrics)
         print(f"{step},0.1,charts/episodic_return,{step + int(flags['--seed'])}.0", file=metrics)
         time.sleep(0.02)
 sys.exit("no more")
@@ -43,8 +42,11 @@ def make_result(**changes: Any) -> report.Result:
     return report.Result(**fields | {"curve": CURVE} | changes)
 
 
+LOSSES = [(5, "losses/td_loss", 0.5), (20, "losses/td_loss", 0.25), (40, "losses/td_loss", 0.1)]
+
+
 def compare(curve: report.Curve, until: int, before: report.Curve = CURVE) -> tuple:
-    return tuple(repeat.compare(before, repeat.Part(curve, learning_from=5), until))
+    return tuple(repeat.compare(repeat.Part(before, []), repeat.Part(curve, LOSSES), until))
 
 
 def test_compare_by_hand() -> None:
@@ -61,9 +63,22 @@ def test_compare_by_hand() -> None:
 
 
 def test_steps_before_the_first_update_tell_nothing() -> None:
-    for learning_from, told in ((39, True), (40, False), (math.inf, False)):
-        part = repeat.Part(CURVE, learning_from)
-        assert repeat.compare(CURVE, part, until=40) == (40, None, told)
+    data = repeat.Part(CURVE, [])
+    for losses, told in (([(39, "losses/a", 1.0)], True), (LOSSES[2:], False), ([], False)):
+        part = repeat.Part(CURVE, losses)
+        assert repeat.compare(data, part, until=40) == (40, None, told)
+
+
+def test_losses_tell_where_returns_are_alike() -> None:
+    alike = [(step, -200.0, 1.0) for step in (10, 20, 40)]
+    before = repeat.Part(alike, LOSSES)
+    assert compare(alike, until=40, before=alike) == (40, None, False), "data have no losses"
+    assert repeat.compare(before, before, until=40) == (40, None, True)
+    assert repeat.compare(repeat.Part(alike, LOSSES[2:]), before, until=40) == (40, 5, False)
+    cut = repeat.Part(alike, LOSSES[:2])
+    assert repeat.compare(before, cut, until=40) == (40, None, True), "the last point may be cut"
+    for losses in (LOSSES[:1], [LOSSES[0], (20, "losses/td_loss", 0.26), LOSSES[2]]):
+        assert repeat.compare(before, repeat.Part(alike, losses), until=40) == (40, 20, True)
 
 
 def test_a_missing_point_differs() -> None:
@@ -136,6 +151,10 @@ def test_where_data_differ_the_commit_is_trained_as_well(results: Path) -> None:
     differs = repeat.repeat(result, share=0.2)
     assert (differs.beside, differs.differs_at) == (True, 10)
     assert f"differs from {commit}, trained here, at step 10" in repeat.describe(differs)
+
+    (results / "algos" / "dqn.py").write_text(PROGRAM.replace("step / 10", "step / 20"))
+    differs = repeat.repeat(result, share=0.2)
+    assert (differs.beside, differs.differs_at) == (True, 10), "losses alone"
     assert git("worktree", "list").count("\n") == 0, "nothing is left behind"
 
     with pytest.raises(UserError, match="commit 1234567 is not here"):
