@@ -10,7 +10,7 @@ than the first. Each log point's mean return and number of episodes are compared
 curve. A single different rounding soon acts otherwise and shows there, so equal points mean equal
 arithmetic, but for what only later steps compute. Another kind of processor rounds otherwise, too:
 where a point differs, the commit of the run is checked out and trained on this machine as well, and
-the two codes are compared, in their losses too. So it is where all returns are alike.
+the two codes are compared, their losses too. The same is done where all returns are alike.
 benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each
 row. Exits with 1 if a run differs.
 """
