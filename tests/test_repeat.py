@@ -161,6 +161,14 @@ def test_where_data_differ_the_commit_is_trained_as_well(results: Path) -> None:
         repeat.repeat(dataclasses.replace(result, commit="1234567"), share=0.2)
 
 
+def test_where_nothing_was_learned_the_commit_is_not_trained(results: Path) -> None:
+    program = PROGRAM.replace("losses/", "charts/")
+    (results / "algos" / "dqn.py").write_text(program)
+    result = make_result(flags=["--last", "1000000"], curve=curve_of_program(1))
+    found = repeat.repeat(result, share=0.2)
+    assert (found.beside, found.differs_at, found.told) == (False, None, False)
+
+
 def test_a_run_that_ends_before_is_an_error(results: Path) -> None:
     with pytest.raises(UserError, match=r"dqn__CartPole-v1__1 ended at step 30: no more"):
         repeat.repeat(make_result(flags=["--last", "30"]), share=0.5)
