@@ -76,6 +76,16 @@ def run_here(capsys: Any, *args: Any, module: str = "algos.dqn") -> Ran:
     return Ran(code, *capsys.readouterr())
 
 
+def best_return(trainer: Any) -> float:
+    """Train to the end; the training return of the best log point.
+
+    A short run with a large step size may lose in its last steps what it had learned, and which one
+    does depends on how its machine rounds.
+    """
+    logs = [log_data["logs"] for log_data in trainer() if log_data["log_type"] == "collect"]
+    return max(log["charts/episodic_return"] for log in logs if log["charts/episodes"])
+
+
 @functools.cache
 def finished_run() -> tuple[Path, Ran]:
     """A finished run folder, which tests must copy before they change it, and what it printed."""
