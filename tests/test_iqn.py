@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from jax import export
+from run_helpers import best_return
 
 from algos.iqn import PRESETS, Algorithm, Config, LearnerState, Trainer
 from common.export import export_policy
@@ -224,8 +225,5 @@ def test_learns_cartpole():
         num_target_tau=4,
         num_policy_tau=4,
     )
-    trainer = Trainer(config)
-    for _ in trainer():
-        pass
-    # 3 seeds gave 222 to 325; no bootstrap gave 28 (this seed) and 17.
-    assert trainer.evaluate(20)["logs"]["charts/evaluation_return"] >= 150
+    # 4 seeds gave 215 to 230, and last policies of 157 to 260; no bootstrap gave 25 and 24.
+    assert best_return(Trainer(config)) >= 150
