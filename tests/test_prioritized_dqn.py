@@ -150,7 +150,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(trainer, tmp_path):
 @pytest.mark.learning
 def test_learns_cartpole():
     # 8 seeds gave 225 to 500, one of them with a last policy of 149; no bootstrap gave 35 and 25,
-    # and δ for δ² in the loss 19 and 18. Priorities 1 / |δ| gave 254 and 178, and no weights 458 and
+    # and δ for δ² in the loss 19 and 18. Priorities 1 / |δ| gave 254 and 178, no weights 458 and
     # 500: CartPole does not tell, the priorities and losses by hand above do.
     trainer = Trainer(Config(**CARTPOLE))
     best = best_return(trainer)
