@@ -78,12 +78,29 @@ def test_scanned_steps_equal_numpy_steps(env_id: str, options: dict, backend: ty
     rows = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     env.check(state)
     dtype = twin.spec.action_array_spec[twin._action_keys[-1]].dtype
+    ended = np.zeros(env.num_envs, bool)
     for t, action in enumerate(actions):
-        row = twin.step(action.astype(dtype))
-        assert_same(jax.tree.map(lambda x, t=t: x[t], tuple(rows)), row[:4])
+        obs, reward, *ends, _ = twin.step(action.astype(dtype))
+        reward[ended] = 0  # DMC pays for the first observation
+        assert_same(jax.tree.map(lambda x, t=t: x[t], tuple(rows)), (obs, reward, *ends))
+        ended = np.logical_or(*ends)
     assert (rows.terminated | rows.truncated).any()
     dtypes = {str(x.dtype) for x in jax.tree.leaves(rows)}
     assert dtypes <= {"float32", "int32", "int8", "uint8", "bool"}
+
+
+def test_the_first_observation_of_an_episode_earns_nothing() -> None:
+    """DMC pays for it, so that CartpoleBalance-v1 would have returns above its length."""
+    env = make_env(env_config("CartpoleBalance-v1", env_kwargs=("max_episode_steps=4",)))
+    twin, actions = twin_of(env, max_episode_steps=4), np.zeros((10, env.num_envs, 1), np.float32)
+    state, rows = play(env, jnp.asarray(actions))
+    twin.reset()
+    paid = np.array([twin.step(action.astype(np.float64))[1] for action in actions])  # [T, N]
+    assert (~rows["valid"]).sum() == 2 * env.num_envs
+    assert (paid[~rows["valid"]] > 0).all() and (rows["reward"][~rows["valid"]] == 0).all()
+    returns = paid[:4].sum(0), paid[5:9].sum(0)
+    np.testing.assert_allclose(rows["finished_return"][[3, 8]], returns, rtol=1e-6)
+    np.testing.assert_allclose(state.summary.return_sum, np.sum(returns), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

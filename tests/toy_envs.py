@@ -65,6 +65,7 @@ class CountPool:
     """`CountEnv` with envpool's numpy API, 64-bit fields, and lives as envpool's Atari has them.
 
     LOSE_LIFE terminates, but the game goes on: the next row is a reset row that keeps the steps.
+    A reset row pays something, as envpool's DMC does.
     """
 
     def __init__(self, num_envs: int, clip: bool = False) -> None:
@@ -84,7 +85,7 @@ class CountPool:
         self.steps = np.where(new_game, 0, self.steps + ~self.ended)
         self.lives = np.where(new_game, 3, self.lives - (~self.ended & (action == LOSE_LIFE)))
         action = np.where(self.ended, -1, action)
-        raw = np.where(self.ended, 0, 10.0 * self.steps + action)
+        raw = np.where(self.ended, 7.0, 10.0 * self.steps + action)
         truncated = (action == TRUNCATE) | (action == BOTH)
         terminated = (action == TERMINATE) | (action == BOTH) | (action == LOSE_LIFE)
         self.ended = terminated | truncated

@@ -131,7 +131,9 @@ class Env:
         """
         action, in_range = _check_action(self.env_id, self.action_space, action, self.num_envs)
         inner, raw = self.backend.step(state.inner, action)
-        running_return = state.running_return + raw.raw_reward  # [N]
+        # What DMC and MetaWorld of envpool pay for the first observation of an episode is no one's.
+        reward = jnp.where(state.ended, 0, raw.reward)  # [N]
+        running_return = state.running_return + jnp.where(state.ended, 0, raw.raw_reward)  # [N]
         running_length = state.running_length + ~state.ended  # [N]
         finished = raw.game_over  # [N]
         summary = EpisodeSummary(
@@ -154,7 +156,7 @@ class Env:
             summary=summary,
             fault=jnp.where(state.fault == 0, fault, state.fault).astype(jnp.int32),
         )
-        return new_state, TimeStep(raw.obs, raw.reward, raw.terminated, raw.truncated)
+        return new_state, TimeStep(raw.obs, reward, raw.terminated, raw.truncated)
 
     def reset_summary(self, state: EnvState) -> EnvState:
         """Start a new logging interval."""
