@@ -2,11 +2,15 @@
 
 import functools
 import importlib
+import json
 import os
 import runpy
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,6 +26,31 @@ import sys
 sys.modules['wandb'] = None  # importing it fails
 from algos import dqn
 dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
+"""
+# Imports once, and forks before JAX has any thread: [module, output, arguments] -> process, and a
+# process that has ended -> its exit code.
+FORKS = """
+import importlib, json, os, sys
+import envpool, orbax.checkpoint, tensorboard.plugins.hparams.summary_v2
+import algos.dqn
+
+for line in sys.stdin:
+    match json.loads(line):
+        case int(ended):
+            answer = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+        case module, output, arguments:
+            answer = os.fork()
+            if not answer:
+                break
+    print(answer, flush=True)
+else:
+    sys.exit()
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for stream, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{output}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+sys.argv = [module, *arguments]
+algo = importlib.import_module(module)
+algo.run(algo.Trainer, algo.Config, algo.PRESETS)
 """
 # Programs without callbacks are compiled once for all processes that share the folder.
 CACHE_OPTIONS = {
@@ -57,6 +86,66 @@ def run_alone(
         command, capture_output=True, text=True, env=environment(**extra), timeout=timeout
     )
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+class Fork:
+    """A run in a process of its own that has its imports behind it, which take most of its time.
+
+    Its programs are compiled for a quick start, not for speed.
+    """
+
+    def __init__(self, *args: Any, module: str = "algos.dqn") -> None:
+        self.output = tempfile.mktemp(dir=_scratch())
+        self.process = _forks([module, self.output, list(map(str, args))])
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(self.process)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        signal.pidfd_send_signal(self._ended, number)
+
+    def poll(self, timeout: float = 0) -> int | None:
+        """Return its exit code, the negative of a signal that killed it, or None if it runs."""
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            self.returncode = _forks(self.process)
+            os.close(self._ended)
+        return self.returncode
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Wait for its end; what it wrote to stdout and stderr."""
+        if self.poll(timeout) is None:
+            self.send_signal(signal.SIGKILL)
+            raise TimeoutError(f"{self.process} runs for more than {timeout} seconds")
+        out, err = (Path(f"{self.output}.{name}").read_text() for name in ("out", "err"))
+        return out, err
+
+
+def run_forked(*args: Any, module: str = "algos.dqn") -> Ran:
+    """Run an algorithm in its own process, without waiting for imports."""
+    fork = Fork(*args, module=module)
+    out, err = fork.communicate()
+    return Ran(fork.returncode, out, err)
+
+
+def _forks(request: Any) -> int:
+    """Ask the process that forks; one request at a time."""
+    with _asking:
+        server = _fork_server()
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+
+@functools.cache
+def _fork_server() -> Any:
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": _scratch()}
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(**quick, **CACHE_OPTIONS),
+    )
 
 
 def run_here(capsys: Any, *args: Any, module: str = "algos.dqn") -> Ran:
@@ -104,3 +193,4 @@ def _scratch() -> str:
 
 
 _kept: list[tempfile.TemporaryDirectory] = []
+_asking = threading.Lock()

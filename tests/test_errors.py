@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from run_helpers import SHORT, finished_run, run_alone, run_here
+from run_helpers import SHORT, finished_run, run_alone, run_forked, run_here
 from toy_envs import EchoEnv
 
 from algos.dqn import Config, Trainer
@@ -594,7 +594,7 @@ def test_resume_with_other_flags(capsys, run_folder, tmp_path, flag, value, befo
 def test_resume_of_another_shape(run_folder, tmp_path):
     edit_config(run_folder, num_envs=4)
     checkpoint_steps = Checkpoints(run_folder / "checkpoints").steps()
-    ran = run_alone("--resume", run_folder)
+    ran = run_forked("--resume", run_folder)
     check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
     assert ran.out.count("warning") == len(checkpoint_steps)  # one line for each that was tried
 
@@ -603,7 +603,7 @@ def test_resume_from_damaged_checkpoints(run_folder, tmp_path):
     for file in (run_folder / "checkpoints").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:10])
     before = sorted(run_folder.rglob("*"))
-    ran = run_alone("--resume", run_folder)
+    ran = run_forked("--resume", run_folder)
     check(ran, ["no checkpoint", str(run_folder), "can be restored"], tmp_path / "runs")
     assert sorted(run_folder.rglob("*")) == before
 

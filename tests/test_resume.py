@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from run_helpers import (
-    CACHE_OPTIONS,
     DQN,
     SHORT,
+    Fork,
     environment,
     finished_run,
     run_alone,
+    run_forked,
     run_here,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,15 +39,7 @@ from common.errors import UserError
 from common.run.checkpoint import Checkpoints, checkpointer, restore_state, resume
 from common.run.logger import logger, read_metrics
 
-# Imports first, then waits for its flags: the next life warms up while the last one is killed.
-LIFE = """
-import json, sys
-import gymnax, orbax.checkpoint
-from algos import dqn
-sys.argv = ["dqn.py", *json.loads(sys.stdin.readline())]
-dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
-"""
-TOTAL = 30_000
+TOTAL = 16_000
 LIFE_FLAGS = [
     *("--env-id", "gymnax/CartPole-v1", "--total-timesteps", str(TOTAL)),
     *("--learning-starts", "1000", "--log-frequency", "400", "--checkpoint-frequency", "400"),
@@ -53,33 +47,7 @@ LIFE_FLAGS = [
 ]
 
 
-class Life:
-    """One process of a run that is killed again and again."""
-
-    def __init__(self, cache: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", LIFE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(JAX_COMPILATION_CACHE_DIR=str(cache), **CACHE_OPTIONS),
-        )
-
-    def start(self, *flags: Any) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps([str(flag) for flag in flags]) + "\n")
-        self.process.stdin.flush()
-
-    def end(self, number: int | None = None) -> tuple[int, str, str]:
-        """Send a signal, if one is given, and wait."""
-        if number is not None:
-            self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=120)
-        return self.process.returncode, out, err
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+def wait_for(condition, process: subprocess.Popen | Fork, seconds: float = 120) -> None:
     """Poll quickly, so that short moments such as a save are not missed."""
     end = time.monotonic() + seconds
     while not condition():
@@ -130,27 +98,24 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
 
 
 def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path):
-    cache, rng = tmp_path / "cache", random.Random(3)
-    reference = Life(cache)
-    reference.start(*LIFE_FLAGS, "--runs-dir", tmp_path / "reference")
-    life, runs = Life(cache), tmp_path / "runs"
-    assert reference.end()[0] == 0
+    rng, runs = random.Random(3), tmp_path / "runs"
+    reference = Fork(*LIFE_FLAGS, "--runs-dir", tmp_path / "reference")
+    _, err = reference.communicate()
+    assert reference.returncode == 0, err
     flags, killed_in_a_save = [*LIFE_FLAGS, "--runs-dir", runs], 0
     moments = ["early"] * 2 + ["between log points"] * 3 + ["save"] * 5 + ["SIGTERM"]
     for moment in rng.sample(moments, len(moments)):
-        life.start(*flags)
-        following = Life(cache)
+        life = Fork(*flags)
         killed_in_a_save += kill_at(moment, life, runs, rng)
         folder = the_run(runs)
         if folder and checkpoint_steps(folder):
             flags = ["--resume", folder]
         elif folder:
             shutil.rmtree(folder)  # killed before its first checkpoint: anew
-        life = following
     assert killed_in_a_save
-    life.start(*flags)
-    code, _, err = life.end()
-    assert code == 0, err
+    life = Fork(*flags)
+    _, err = life.communicate()
+    assert life.returncode == 0, err
     first, second = the_run(tmp_path / "reference"), the_run(runs)
     assert first and second
     assert rows_of(second) == rows_of(first)
@@ -160,7 +125,7 @@ def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path)
     assert_equal(load(second).trainer.state, load(first).trainer.state)
 
 
-def kill_at(moment: str, life: Life, runs: Path, rng: random.Random) -> bool:
+def kill_at(moment: str, life: Fork, runs: Path, rng: random.Random) -> bool:
     """End a life; say whether a save was under way."""
     before = last_step(folder) if (folder := the_run(runs)) else 0
 
@@ -173,15 +138,16 @@ def kill_at(moment: str, life: Life, runs: Path, rng: random.Random) -> bool:
     if moment == "early":
         time.sleep(rng.uniform(0, 1.3))
     else:
-        wait_for(progressed, life.process)
-        wait_for(saves, life.process) if moment == "save" else time.sleep(rng.uniform(0, 0.15))
-    if moment != "SIGTERM":
-        code, out, err = life.end(signal.SIGKILL)
-        assert code == -signal.SIGKILL, (out, err)
+        wait_for(progressed, life)
+        wait_for(saves, life) if moment == "save" else time.sleep(rng.uniform(0, 0.15))
+    killed = moment != "SIGTERM"
+    life.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
+    out, err = life.communicate()
+    if killed:
+        assert life.returncode == -signal.SIGKILL, (out, err)
         return saves()
-    code, out, err = life.end(signal.SIGTERM)
     folder = the_run(runs)
-    assert code == 143 and folder and f"go on with --resume {folder}" in out and not err
+    assert life.returncode == 143 and folder and f"go on with --resume {folder}" in out and not err
     assert checkpoint_steps(folder)[-1] == last_step(folder)
     return False
 
@@ -241,53 +207,19 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-# Imports once and forks, before JAX has any thread, one run for each moment, four at a time.
-INTERRUPTED = """
-import json, os, signal, sys, time
-from algos import dqn
-
-moments, due, ends = json.loads(sys.argv[1]), {}, {}
-while moments or due:
-    if moments and len(due) < 4:
-        moment = moments.pop(0)
-        child = os.fork()
-        if not child:
-            break
-        due[child] = moment, time.monotonic() + 0.02 + moment
-    for child, (moment, then) in due.items():
-        if time.monotonic() >= then:
-            os.kill(child, signal.SIGINT)
-            due[child] = moment, float("inf")
-    child, status = os.waitpid(-1, os.WNOHANG)
-    if child:
-        ends[due.pop(child)[0]] = os.waitstatus_to_exitcode(status)
-    time.sleep(0.001)
-else:
-    print(json.dumps(ends))
-    sys.exit()
-for stream, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(f"{moment}.{name}", os.O_CREAT | os.O_WRONLY), stream)
-sys.argv = ["dqn.py", "--runs-dir", "runs"]
-dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
-"""
-
-
 def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
     """Making the environments, compiling, training and saving: none is torn."""
-    moments = np.linspace(0, 6, 50).round(2).tolist()
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, json.dumps(moments)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-        timeout=600,
-    )
-    ends = json.loads(done.stdout)
-    assert len(ends) == 50, done.stderr
-    for moment, code in ends.items():
-        out, err = ((tmp_path / f"{moment}.{name}").read_text() for name in ("out", "err"))
-        assert (moment, code, err) == (moment, 130, "")
+
+    def interrupted(moment: float) -> tuple[Fork, str, str]:
+        run = Fork("--runs-dir", tmp_path / "runs")
+        time.sleep(moment)
+        run.send_signal(signal.SIGINT)
+        return run, *run.communicate()
+
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(interrupted, np.linspace(0.02, 6, 50)))
+    for run, out, err in ended:
+        assert (run.returncode, err) == (130, "")
         assert out.splitlines()[-1].startswith("stopped by SIGINT; ")
 
 
@@ -337,7 +269,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:10])
     name = damaged.relative_to(folder / "checkpoints" / "4000").as_posix()
     flags = ["--total-timesteps", 5000, "--checkpoint-frequency", 0, "--keep-checkpoints", 1]
-    ran = run_alone("--resume", folder, *flags)
+    ran = run_forked("--resume", folder, *flags)
     assert (ran.code, ran.err) == (0, "")
     line = f"warning: checkpoint 4000 of {folder} cannot be read ({name} is damaged); set aside"
     assert line in ran.out.splitlines()
@@ -392,7 +324,7 @@ def test_no_whole_checkpoint_is_one_line(tmp_path):
     folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
     for step in checkpoint_steps(folder):
         (folder / "checkpoints" / str(step) / "checksums.json").write_text("{")
-    ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+    ran = run_forked("--resume", folder, "--total-timesteps", 5000)
     assert ran.code == 2 and ran.err.count("\n") == 1
     assert f"no checkpoint of {folder} can be restored: all are damaged (of 4000, " in ran.err
     assert checkpoint_steps(folder)[-2:] == [3000, 4000]
@@ -421,7 +353,7 @@ def test_a_run_folder_in_use_is_refused(tmp_path):
     folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+        ran = run_forked("--resume", folder, "--total-timesteps", 5000)
     line = f"error: {folder} is in use by another process; wait until it ends, or stop it\n"
     assert ran == (2, "", line)
     assert checkpoint_steps(folder)[-1] == 4000
@@ -429,10 +361,10 @@ def test_a_run_folder_in_use_is_refused(tmp_path):
 
 def test_resuming_a_finished_run_says_so(tmp_path):
     folder = Path(shutil.copytree(finished_run()[0], tmp_path / "run"))
-    ran = run_alone("--resume", folder)
+    ran = run_forked("--resume", folder)
     assert (ran.code, ran.err) == (0, "")
     assert "all 4,000 steps are done; --total-timesteps above that trains on" in ran.out
-    ran = run_alone("--resume", folder, "--total-timesteps", 2000)
+    ran = run_forked("--resume", folder, "--total-timesteps", 2000)
     line = f"error: --total-timesteps 2000 is below step 4000, which {folder} has reached; give at "
     assert (ran.code, ran.err) == (2, f"{line}least that\n")
 
@@ -450,7 +382,7 @@ def test_a_run_folder_of_an_earlier_release(tmp_path):
     )
     with pytest.raises(UserError, match=line):
         load(folder)
-    ran = run_alone("--resume", folder, "--total-timesteps", 5000)
+    ran = run_forked("--resume", folder, "--total-timesteps", 5000)
     assert (ran.code, ran.err) == (0, "")
     assert "resuming at step 4000" in ran.out
     assert json.loads((folder / "config.json").read_text())["version"] == __version__

@@ -1,11 +1,10 @@
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import run_alone
+from run_helpers import run_forked
 
 from algos import a2c, dqn, impala, ppo, ppo_rnn, pqn, r2d2
 from common import load
@@ -14,7 +13,6 @@ from common.errors import UserError
 from common.run.logger import read_metrics
 from common.run.seeds import batch_seeds, state_of_seed
 
-PPO = Path(ppo.__file__)
 WITH_REPLAY = [dqn, r2d2]
 GYMNAX = ("--env-id", "gymnax/CartPole-v1")
 SHORT = (*GYMNAX, "--log-frequency", 2048, "--eval-frequency", 2048, "--eval-episodes", 4)
@@ -73,7 +71,7 @@ def test_evaluation_plays_each_seeds_policy():
 def batch_run(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     flags = (*SHORT, "--num-seeds", 3, "--total-timesteps", 4096, "--runs-dir", runs)
-    ran = run_alone(*flags, program=(str(PPO),))
+    ran = run_forked(*flags, module="algos.ppo")
     assert ran.code == 0, ran.err
     return next(runs.iterdir()), ran
 
@@ -105,17 +103,17 @@ def test_a_batch_goes_on(batch_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(batch_run[0], folder)
     flags = ("--resume", folder, "--total-timesteps", 8192)
-    ran = run_alone(*flags, program=(str(PPO),))
+    ran = run_forked(*flags, module="algos.ppo")
     assert ran.code == 0, ran.err
     assert load(folder / "seed_2").step == 8192
-    ran = run_alone(*flags, "--num-seeds", 2, program=(str(PPO),))
+    ran = run_forked(*flags, "--num-seeds", 2, module="algos.ppo")
     assert ran.code == 2
     assert "--num-seeds 2 differs from 3" in ran.err
 
 
 def test_other_environments_are_refused(tmp_path):
     flags = ("--num-seeds", 2, "--runs-dir", tmp_path / "runs")
-    ran = run_alone(*flags, program=(str(PPO),))
+    ran = run_forked(*flags, module="algos.ppo")
     assert ran.code == 2
     assert ran.err.startswith("error: --num-seeds 2 needs a JAX environment")
     assert len(ran.err.splitlines()) == 1
