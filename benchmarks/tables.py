@@ -20,8 +20,8 @@ from common.errors import UserError
 from machine import ROOT
 from repeat import RESULTS, Repeat, first_of_commits, read_repeats, run_name
 from report import (
-    MANY_SEEDS,
     DM_CONTROL,
+    MANY_SEEDS,
     PUBLISHED,
     Result,
     commits,
@@ -53,8 +53,9 @@ SILENT_FLAGS = (
 EXPLANATION = (
     "Training return: all episodes that ended in the last 10 % of the steps; mean ± standard "
     "deviation over seeds. Over 5 seeds also the interquartile mean (IQM) with its bootstrapped "
-    "95 % interval. In parentheses: CleanRL's mean of 3 seeds (dm_control: 10) after as many steps. "
-    "Command, commit and machine of each figure are in `results.md` of the folder under data."
+    "95 % interval. In parentheses: CleanRL's mean of 3 seeds (dm_control: 10) after as many "
+    "steps. Command, commit and machine of each figure are in `results.md` of the folder under "
+    "data."
 )
 
 
