@@ -27,8 +27,8 @@ sys.modules['wandb'] = None  # importing it fails
 from algos import dqn
 dqn.run(dqn.Trainer, dqn.Config, dqn.PRESETS)
 """
-# Imports once, and forks before JAX has any thread: [module, output, arguments] -> process, and a
-# process that has ended -> its exit code.
+# Imports once, and forks before JAX has any thread: [module, folder for its output, arguments] ->
+# process, and a process that has ended -> its exit code.
 FORKS = """
 import importlib, json, os, sys
 import envpool, orbax.checkpoint, tensorboard.plugins.hparams.summary_v2
@@ -38,7 +38,7 @@ for line in sys.stdin:
     match json.loads(line):
         case int(ended):
             answer = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
-        case module, output, arguments:
+        case module, folder, arguments:
             answer = os.fork()
             if not answer:
                 break
@@ -47,7 +47,7 @@ else:
     sys.exit()
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 for stream, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(f"{output}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+    os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), stream)
 sys.argv = [module, *arguments]
 algo = importlib.import_module(module)
 algo.run(algo.Trainer, algo.Config, algo.PRESETS)
@@ -95,29 +95,28 @@ class Fork:
     """
 
     def __init__(self, *args: Any, module: str = "algos.dqn") -> None:
-        self.output = tempfile.mktemp(dir=_scratch())
-        self.process = _forks([module, self.output, list(map(str, args))])
+        self._folder = Path(tempfile.mkdtemp(dir=_scratch()))
+        self.pid = _forks([module, str(self._folder), list(map(str, args))])
         self.returncode: int | None = None
-        self._ended = os.pidfd_open(self.process)
+        self._ended = os.pidfd_open(self.pid)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal while it runs."""
         signal.pidfd_send_signal(self._ended, number)
 
     def poll(self, timeout: float = 0) -> int | None:
         """Return its exit code, the negative of a signal that killed it, or None if it runs."""
         if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
-            self.returncode = _forks(self.process)
+            self.returncode = _forks(self.pid)
             os.close(self._ended)
         return self.returncode
 
-    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """Wait for its end; what it wrote to stdout and stderr."""
         if self.poll(timeout) is None:
             self.send_signal(signal.SIGKILL)
-            raise TimeoutError(f"{self.process} runs for more than {timeout} seconds")
-        out, err = (Path(f"{self.output}.{name}").read_text() for name in ("out", "err"))
-        return out, err
+            raise TimeoutError(f"process {self.pid} runs for more than {timeout} seconds")
+        return (self._folder / "out").read_text(), (self._folder / "err").read_text()
 
 
 def run_forked(*args: Any, module: str = "algos.dqn") -> Ran:
@@ -138,7 +137,8 @@ def _forks(request: Any) -> int:
 
 @functools.cache
 def _fork_server() -> Any:
-    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": _scratch()}
+    cache = str(Path(_scratch(), "cache"))
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": cache}
     return subprocess.Popen(
         [sys.executable, "-c", FORKS],
         stdin=subprocess.PIPE,
