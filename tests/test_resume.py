@@ -210,16 +210,17 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
 def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
     """Making the environments, compiling, training and saving: none is torn."""
 
-    def interrupted(moment: float) -> tuple[Fork, str, str]:
+    def interrupted(moment: float) -> tuple[float, int | None, str, str]:
         run = Fork("--runs-dir", tmp_path / "runs")
         time.sleep(moment)
         run.send_signal(signal.SIGINT)
-        return run, *run.communicate()
+        out, err = run.communicate()
+        return moment, run.returncode, out, err
 
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(interrupted, np.linspace(0.02, 6, 50)))
-    for run, out, err in ended:
-        assert (run.returncode, err) == (130, "")
+    for moment, code, out, err in ended:
+        assert (moment, code, err) == (moment, 130, "")
         assert out.splitlines()[-1].startswith("stopped by SIGINT; ")
 
 
