@@ -133,6 +133,7 @@ CURVES = {
     "memory": "sweep_memory/gymnax-MemoryChain-bsuite",
     "off_policy_halfcheetah": "sweep_halfcheetah/HalfCheetah-v4",
     "off_policy_hopper": "sweep_off_policy_mujoco/Hopper-v4",
+    "off_policy_humanoid": "sweep_off_policy_humanoid/Humanoid-v4",
     "off_policy_lunarlander_continuous": "sweep_lunarlander_continuous/LunarLanderContinuous-v3",
     "off_policy_mountain_car": "sweep_mountain_car/MountainCarContinuous-v0",
     "off_policy_pendulum": "sweep_off_policy_pendulum/Pendulum-v1",
