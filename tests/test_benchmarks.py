@@ -134,12 +134,14 @@ def test_worker_measures_a_loop_below_its_limit(
     # Time of this process only: other programs on the machine do not count.
     clock = SimpleNamespace(perf_counter=time.process_time)
     monkeypatch.setattr(throughput, "time", clock)
-    options = throughput_ppo.Options(num_envs=(4,), repeats=1, seconds=0.02, worker=True)
+    # Medians of five: a collection of garbage may fall into one repeat.
+    options = throughput_ppo.Options(num_envs=(4,), repeats=5, seconds=0.02, worker=True)
     throughput_ppo.main(options)
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(figures) == {f"{name} 4" for name in ("loop", "env", "learn", "baseline", "limit")}
     assert all(math.isfinite(rate) and rate > 0 for rate in figures.values())
-    assert figures["loop 4"] < 1.3 * figures["limit 4"]
+    # A wrong unit is wrong by the 4 environments or the 128 steps.
+    assert figures["loop 4"] < 2 * figures["limit 4"]
 
 
 def test_without_torch_one_line_and_exit_code_2(
