@@ -235,6 +235,7 @@ def test_nothing_but_a_mask_is_refused():
         make_env(env_config("Blind-v0"))
 
 
+@pytest.mark.slow
 def test_pgx_2048_plays_legal_actions_only():
     """pgx ends the game with the reward -1 at an illegal action; 2048 itself gives none below 0."""
     config = dqn.Config("pgx/2048", num_envs=4, total_timesteps=400, learning_starts=10_000)

@@ -233,6 +233,7 @@ def test_runs_on_atari_with_the_preset():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     options: dict[str, Any] = dict(learning_starts=2_000, train_frequency=5, num_steps=20)
     config = Config(total_timesteps=60_000, target_network_frequency=250, **options)

@@ -345,6 +345,7 @@ def test_gpu_figures_in_the_docs_are_those_of_the_data() -> None:
     assert len(figures) == 4 and all(f" {figure} |" in table for figure in figures)
 
 
+@pytest.mark.slow
 def test_gpu_program_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--small", "--out", str(tmp_path)]
     items = ["envpool", "donation", "dqn-8"]

@@ -41,6 +41,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Generator[Cluster, None, None]:
         cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_and_another_comes(nodes):
     with closing(Run(impala, replace(SMALL, total_timesteps=256_000))) as run:
         for _ in range(3):
@@ -108,6 +109,7 @@ class Program:
         return self.process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_a_killed_learner_leaves_no_process_and_its_run_goes_on(tmp_path):
     flags = ["--total-timesteps", 2_000_000, "--runs-dir", tmp_path, "--eval-frequency", 0]
     flags += ["--checkpoint-frequency", 10_000, "--eval-episodes", 2]
@@ -129,6 +131,7 @@ def test_a_killed_learner_leaves_no_process_and_its_run_goes_on(tmp_path):
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_two_explorers_learn_cartpole(tmp_path):
     flags = ["--total-timesteps", 150_000, "--num-steps", 5, "--runs-dir", tmp_path]
     program = Program(*flags, HOME=str(tmp_path))

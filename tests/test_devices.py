@@ -65,6 +65,7 @@ def trained_on_four() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("algo", ITERATIONS)
+@pytest.mark.slow
 def test_four_devices_learn_what_one_learns(algo, trained_on_four):
     result = trained_on_four[algo]
     assert result["updates"] >= 10
@@ -73,6 +74,7 @@ def test_four_devices_learn_what_one_learns(algo, trained_on_four):
     assert result["replicated"]
 
 
+@pytest.mark.slow
 def test_a_run_on_two_devices(tmp_path):
     flags = (*GYMNAX, "--num-devices", 2, "--total-timesteps", 2048, "--log-frequency", 1024)
     flags += ("--eval-frequency", 0, "--eval-episodes", 2, "--runs-dir", tmp_path)
@@ -165,6 +167,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_train_one_policy():
     """As two processes on loopback, each with one device; and as one process does it alone."""
     with socket.socket() as free:

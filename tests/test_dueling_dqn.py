@@ -103,6 +103,7 @@ def test_the_streams_of_images_part_behind_the_convolutions():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     # 8 seeds gave 181 to 500; without V in the sum two gave 9 and 88.
     assert return_after_cartpole(dueling_dqn, 1) >= 100

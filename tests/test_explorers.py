@@ -139,6 +139,7 @@ def test_without_ray_the_extra_is_named(capsys, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_killed_explorers_come_back_and_every_step_counts_once(cluster):
     with closing(Run(impala, replace(SMALL, total_timesteps=64_040))) as run:
         step, logs = run.next()
@@ -165,6 +166,7 @@ def failing(**env_kwargs: Any) -> Any:
     return replace(SMALL, total_timesteps=6_400, **env)
 
 
+@pytest.mark.slow
 def test_an_explorer_that_hangs_is_replaced(cluster, tmp_path):
     config = failing(fault="hang", once=tmp_path / "hung")
     with closing(Run(impala, config, explorer_timeout=2.0)) as run:
@@ -172,6 +174,7 @@ def test_an_explorer_that_hangs_is_replaced(cluster, tmp_path):
         assert sum("did not answer for 2 s" in line for line in run.said) == 1
 
 
+@pytest.mark.slow
 def test_an_explorer_that_raises_is_reported_once_and_ends_the_run(cluster):
     with closing(Run(impala, failing(fault="raise"), explorers=1, max_explorer_restarts=1)) as run:
         with pytest.raises(ExplorerFailure, match="explorer 0 raised an error, after 1 restarts"):
@@ -183,6 +186,7 @@ def test_an_explorer_that_raises_is_reported_once_and_ends_the_run(cluster):
         assert ExplorerFailure.exit_code == 1
 
 
+@pytest.mark.slow
 def test_on_policy_explorers_share_the_environments_and_wait_for_each_other(cluster):
     config = ppo.Config(env_id="gymnax/CartPole-v1", total_timesteps=5_000, log_frequency=1_024)
     with closing(Run(ppo, config)) as run:
@@ -196,6 +200,7 @@ def test_on_policy_explorers_share_the_environments_and_wait_for_each_other(clus
 
 
 @pytest.mark.parametrize("module", [apex_dqn, r2d2])
+@pytest.mark.slow
 def test_replay_takes_what_explorers_send(cluster, module):
     """As many updates as in one process, whatever order the trajectories come in."""
     config = module.Config(
@@ -217,6 +222,7 @@ def test_replay_takes_what_explorers_send(cluster, module):
     assert int(replay.size) == run.trainer.replay.num_rows
 
 
+@pytest.mark.slow
 def test_the_lag_grows_with_what_is_in_flight(cluster):
     lags = {}
     for in_flight in (1, 8):

@@ -319,6 +319,7 @@ def assert_equal(first, second) -> None:
 
 
 @each([td3, sac])
+@pytest.mark.slow
 def test_a_seed_of_two_learns_what_it_learns_alone(module):
     trainer = pendulum_trainer(module)
     together = module.Trainer(replace(trainer.config, seed=7))

@@ -325,6 +325,7 @@ def trained_return(module, **options) -> float:
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_what_only_memory_can():
     # The first observation says which of two actions pays six steps later.
     assert trained_return(ppo_rnn, core_size=32) >= 0.9
@@ -336,6 +337,7 @@ def test_without_memory_the_same_task_stays_a_guess():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_although_policy_and_value_share_a_network():
     # With raw rewards, whose values are near 100, three seeds had 129 to 274.
     config = ppo_rnn.Config(total_timesteps=40_960, learning_rate=1e-3, core_size=64)

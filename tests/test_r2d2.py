@@ -212,6 +212,7 @@ def test_rows_of_explorers_are_stored_and_learned_from_like_our_own(trainer):
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     config = Config(
         env_id="CartPole-v1",

@@ -407,6 +407,7 @@ def test_the_first_steps_are_uniform_and_the_later_ones_greedy_under_noise():
     assert 0 < later.mean() < 1 and (first != later).any()
 
 
+@pytest.mark.slow
 def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 200, "learning_starts": 100}
     config = Config(env_id="Pong-v5", **preset)
@@ -425,6 +426,7 @@ def test_runs_on_atari_with_the_preset():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     config = Config(
         total_timesteps=50_000,

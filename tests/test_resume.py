@@ -97,6 +97,7 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
+@pytest.mark.slow
 def test_killed_at_ten_moments_the_run_ends_as_if_nothing_had_happened(tmp_path):
     rng, runs = random.Random(3), tmp_path / "runs"
     reference = Fork(*LIFE_FLAGS, "--runs-dir", tmp_path / "reference")
@@ -152,6 +153,7 @@ def kill_at(moment: str, life: Fork, runs: Path, rng: random.Random) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_signals_end_a_run_that_then_goes_on_with_new_episodes(tmp_path):
     runs, env = tmp_path / "runs", environment()
     flags = ["--total-timesteps", "200000", "--learning-starts", "1000", "--log-frequency", "2000"]
@@ -207,6 +209,7 @@ def test_ctrl_c_before_the_first_log_point_leaves_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_fifty_moments_of_the_first_six_seconds(tmp_path):
     """Making the environments, compiling, training and saving: none is torn."""
 
@@ -610,6 +613,7 @@ echo $? > "$OUT/second.code"
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path):
     unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
     probe = [*unshare, "mount", "-t", "tmpfs", "none", str(tmp_path)]

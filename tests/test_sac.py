@@ -267,6 +267,7 @@ def test_actions_follow_the_policy_and_the_noise_later(algorithm, state):
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_pendulum():
     config = Config(
         env_id="Pendulum-v1",

@@ -27,6 +27,7 @@ def make(module, seed):
 @pytest.mark.parametrize(
     "module", [*WITH_REPLAY, ppo, a2c, ppo_rnn, impala, pqn], ids=lambda module: module.__name__
 )
+@pytest.mark.slow
 def test_a_seed_learns_what_it_learns_alone(module):
     iterations = 100 if module in WITH_REPLAY else 4
     together, alone = make(module, 3), make(module, 5)
@@ -56,6 +57,7 @@ def test_logs_mean_and_spread():
     assert logs[1]["charts/updates"] == 16 * 16
 
 
+@pytest.mark.slow
 def test_evaluation_plays_each_seeds_policy():
     together, alone = make(ppo, 1), make(ppo, 2)
     batch_seeds(together, 2)
@@ -76,6 +78,7 @@ def batch_run(tmp_path_factory):
     return next(runs.iterdir()), ran
 
 
+@pytest.mark.slow
 def test_every_seed_leaves_a_policy(batch_run):
     folder, ran = batch_run
     assert "seeds 1 to 3" in ran.out
@@ -99,6 +102,7 @@ def test_the_folder_of_all_seeds_is_no_policy(batch_run):
         load(batch_run[0])
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on(batch_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(batch_run[0], folder)

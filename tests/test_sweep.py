@@ -310,6 +310,7 @@ class SweepProcess:
         return self.process.returncode, output
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_goes_on_survives_a_killed_run_and_skips_what_is_finished(tmp_path, capsys):
     job = "dqn__CartPole-v1__1"
     stopped = SweepProcess(tmp_path, num_seeds=1)

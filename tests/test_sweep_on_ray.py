@@ -194,6 +194,7 @@ def test_nodes_without_a_shared_folder_give_the_results_of_one_machine(
     assert "now they are ['--eval-frequency', '0', '--total-" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_lost_node_and_a_killed_worker_lose_no_run(tmp_path, nodes, program):
     (tmp_path / "hold").touch()
     args = arguments(program, tmp_path, "--num-seeds", "4", "--ray-address", nodes.cluster.address)
