@@ -127,6 +127,7 @@ def test_the_plain_loop_learns_by_the_update_of_the_file_of_its_config() -> None
     assert (before != loop.learner.params["head"]["kernel"]).any()
 
 
+@pytest.mark.slow
 def test_worker_measures_a_loop_below_its_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -134,8 +135,8 @@ def test_worker_measures_a_loop_below_its_limit(
     # Time of this process only: other programs on the machine do not count.
     clock = SimpleNamespace(perf_counter=time.process_time)
     monkeypatch.setattr(throughput, "time", clock)
-    # Medians of five: a collection of garbage may fall into one repeat.
-    options = throughput_ppo.Options(num_envs=(4,), repeats=5, seconds=0.02, worker=True)
+    # Long enough that neither the start of a call nor a collection of garbage counts.
+    options = throughput_ppo.Options(num_envs=(4,), repeats=3, seconds=0.2, worker=True)
     throughput_ppo.main(options)
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(figures) == {f"{name} 4" for name in ("loop", "env", "learn", "baseline", "limit")}
