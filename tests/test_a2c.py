@@ -115,6 +115,7 @@ def flat(tree) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 def test_each_rollout_is_one_rmsprop_step():
     trainer = Trainer(replace(SMALL, max_grad_norm=2.0))
     closed = mock.Mock(wraps=trainer.env.close)

@@ -89,6 +89,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("algo", RUNS)
+@pytest.mark.slow
 def test_no_unavailable_action_is_ever_played(algo):
     """In training, in evaluation and from `predict`: the environment raises at the first."""
     env_id, options = RUNS[algo]

@@ -224,6 +224,7 @@ def test_bad_options(options, said):
         Trainer(replace(SMALL, **options))
 
 
+@pytest.mark.slow
 def test_runs_on_atari_with_the_preset():
     small: dict[str, Any] = dict(num_envs=2, num_steps=5, total_timesteps=120, log_frequency=120)
     small |= dict(buffer_size=200, batch_size=4, learning_starts=40, train_frequency=4)

@@ -173,6 +173,7 @@ def test_a_refusal_is_one_line(capsys, tmp_path):
     assert len(ran.err.strip().splitlines()) == 1 and "--num-atoms 1" in ran.err
 
 
+@pytest.mark.slow
 def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 1_000, "learning_starts": 200}
     config = replace(Config(env_id="Breakout-v5", **preset), total_timesteps=240, num_envs=2)
@@ -185,6 +186,7 @@ def test_runs_on_atari_with_the_preset():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     config = Config(
         total_timesteps=30_000,

@@ -347,6 +347,7 @@ def test_a_difference_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+@pytest.mark.slow
 def test_a_new_metric_is_one_line(module, monkeypatch):
     learn, calls = module.Algorithm.learn, []
 

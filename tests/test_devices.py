@@ -133,6 +133,7 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("module", ["impala", "ppo"])
+@pytest.mark.slow
 def test_a_learner_of_explorers_learns_the_same_on_four_devices(module):
     """From an environment outside JAX too: only trajectories cross the devices."""
     ran = run_alone(f"algos.{module}", program=("-c", LEARN), **FOUR)

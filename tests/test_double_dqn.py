@@ -78,6 +78,7 @@ def test_no_unavailable_action_is_chosen():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     # 8 seeds gave 181 to 500; no bootstrap, and a wrong sign before it, gave 10 to 88. With argmin
     # for argmax two seeds gave 156 and 480: CartPole does not tell, the targets by hand above do.

@@ -37,6 +37,7 @@ def process_env(workers: int, *options: str, purpose: Any = "train", **changes: 
 
 
 @pytest.mark.parametrize("space", SPACES)
+@pytest.mark.slow
 def test_workers_give_the_same_rows(space: str) -> None:
     action_space = SPACES[space][1]
     action_space.seed(0)
@@ -203,6 +204,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_signal_reaches_the_whole_group(tmp_path: Path, number: signal.Signals) -> None:
     training = Training(tmp_path)
     workers = [p for p in training.below if "jaxlib" in Path(f"/proc/{p}/maps").read_text()]
@@ -214,6 +216,7 @@ def test_a_signal_reaches_the_whole_group(tmp_path: Path, number: signal.Signals
     wait_until(lambda: not any(map(is_alive, training.below)), 10)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_workers(tmp_path: Path) -> None:
     training = Training(tmp_path, "--total-timesteps", "160")
     out, err = training.process.communicate(timeout=60)
@@ -229,6 +232,7 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_what_was_trained_until_a_worker_died_is_kept(tmp_path: Path) -> None:
     training = Training(tmp_path, "fault=die", "at=60")
     out, err = training.process.communicate(timeout=60)

@@ -505,6 +505,7 @@ def test_ctrl_c_in_the_code_of_an_environment(capsys, tmp_path):
     assert (ran.code, ran.out, ran.err) == (130, "", "stopped by SIGINT\n")
 
 
+@pytest.mark.slow
 def test_evaluate_flags(capsys, tmp_path):
     def evaluate(*args):
         return run_here(capsys, *args, module="common.evaluate")

@@ -60,6 +60,7 @@ def test_load_a_step_and_the_best(policy):
         load(folder, "first")
 
 
+@pytest.mark.slow
 def test_evaluate():
     folder, _ = finished_run()
     flags = [folder, "--episodes", 3, "--video"]

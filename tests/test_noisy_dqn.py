@@ -126,6 +126,7 @@ def test_masks_rule_actions_out(params):
     np.testing.assert_allclose(target, free[:, 1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 1_000, "learning_starts": 100}
     config = Config(env_id="Breakout-v5", **preset)

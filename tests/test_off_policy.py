@@ -339,6 +339,7 @@ def test_a_seed_of_two_learns_what_it_learns_alone(module):
 
 
 @each(ALGORITHMS)
+@pytest.mark.slow
 def test_runs_on_envpool(module):
     env_id = "CartPole-v1" if module is sac_discrete else "Pendulum-v1"
     options = dict(

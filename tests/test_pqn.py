@@ -243,6 +243,7 @@ def test_runs_on_atari_with_the_preset():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     config = Config(num_envs=8, num_steps=32, total_timesteps=122_880, q_lambda=0.4)
     trainer = Trainer(config)

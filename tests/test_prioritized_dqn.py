@@ -93,6 +93,7 @@ def test_priorities_are_the_errors_of_the_rows_just_learned(trainer):
     np.testing.assert_allclose(state.priorities.largest, max(1, leaves.max()))
 
 
+@pytest.mark.slow
 def test_weights_of_an_update_have_the_beta_of_its_step(trainer, monkeypatch):
     learn, batches = trainer.agent.learn, []
 
@@ -147,6 +148,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(trainer, tmp_path):
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     # 8 seeds gave 149 to 500; no bootstrap gave 35 and 15, and δ for δ² in the loss 9. Priorities
     # 1 / |δ| gave 198 and 149, no weights 458 and 500: CartPole does not tell, the priorities and

@@ -192,6 +192,7 @@ def test_runs_on_atari_with_the_preset():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_learns_cartpole():
     config = Config(
         total_timesteps=40_000,

@@ -171,6 +171,7 @@ def test_a_sequence_must_fit_before_the_first_update():
         replace(SMALL, learning_starts=25)
 
 
+@pytest.mark.slow
 def test_runs_on_atari_with_the_preset():
     small = dict(buffer_size=400, learning_starts=200, core_size=8, burn_in=2, sequence_length=4)
     small |= dict(sequence_period=4, batch_size=2, num_envs=2, train_frequency=100)
@@ -184,6 +185,7 @@ def test_runs_on_atari_with_the_preset():
     assert log_data[-1]["logs"]["charts/updates"] == 2
 
 
+@pytest.mark.slow
 def test_rows_of_explorers_are_stored_and_learned_from_like_our_own(trainer):
     """The same buffer before the first update, and as many updates; new episodes cut a lane."""
     num_steps = SMALL.num_steps

@@ -266,6 +266,7 @@ def moved_head(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["double", "distributional"])
+@pytest.mark.slow
 def test_with_one_part_targets_and_loss_are_those_of_its_file(part):
     config = with_one_part(part)
     module, options = variant({"double": "double_dqn", "distributional": "c51"}[part], config)
@@ -340,6 +341,7 @@ def without_noise() -> Trainer:
 
 
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.slow
 def test_every_part_can_be_taken_out(part, without_noise):
     """Traced with the others as they are, and run without noise, which is slow to compile."""
     config = replace(SMALL, **{part: False})

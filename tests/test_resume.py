@@ -249,6 +249,7 @@ def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["raise", "nan_reward", "exit", "interrupt"])
+@pytest.mark.slow
 def test_an_environment_that_fails_late_leaves_a_checkpoint(capsys, tmp_path, fault):
     flags = ["--env-module", "failing_envs", "--env-id", "Failing-v0", "--runs-dir", tmp_path]
     kwargs = ["--env-kwargs", f"fault={fault}", "at=300", f"once={tmp_path}/mended"]
@@ -422,6 +423,7 @@ SHORT_CONFIG: dict[str, Any] = dict(total_timesteps=4000, learning_starts=1000, 
     ("env_id", "backend"),
     [("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium"), ("gymnax/CartPole-v1", "jax")],
 )
+@pytest.mark.slow
 def test_a_seed_decides_everything(env_id, backend):
     def train(seed: int) -> Any:
         config = Config(env_id=env_id, env_backend=backend, seed=seed, **SHORT_CONFIG)

@@ -189,6 +189,7 @@ def test_evaluation_off(capsys, tmp_path, monkeypatch):
     assert f"best checkpoint: step {best}, training return {returns[best]:.1f}" in ran.out
 
 
+@pytest.mark.slow
 def test_evaluation_off_with_many_seeds(capsys, tmp_path):
     flags = ["--env-id", "gymnax/CartPole-v1", "--num-seeds", 2, "--total-timesteps", 80]
     ran = run_here(capsys, *flags, "--eval-episodes", 0, "--runs-dir", tmp_path)
@@ -306,6 +307,7 @@ def test_wandb_is_only_imported_for_tracking():
     assert finished_run()[1].code == 0
 
 
+@pytest.mark.slow
 def test_wandb_offline(capsys, tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)

@@ -162,6 +162,7 @@ def test_without_ray_the_extra_is_named_and_nothing_created(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_nodes_without_a_shared_folder_give_the_results_of_one_machine(
     tmp_path, monkeypatch, nodes, program, capsys
 ):
