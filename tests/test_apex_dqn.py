@@ -198,7 +198,7 @@ def test_an_update_sets_the_priorities_of_its_rows(trainer, halves):
     expected = before.copy()
     expected[batch.index] = (np.abs(td_error) + 1e-6) ** 0.6
     np.testing.assert_allclose(leaves, expected, rtol=1e-3)
-    assert metrics["charts/updates"] == 1 and (leaves != before).sum() > 5
+    assert metrics["charts/updates"] == 1 and (leaves != before).any()
 
 
 def test_updates_and_target_updates_are_counted_and_the_rest_is_dropped(trainer, halves):
