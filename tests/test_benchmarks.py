@@ -141,8 +141,7 @@ def test_worker_measures_a_loop_below_its_limit(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(figures) == {f"{name} 4" for name in ("loop", "env", "learn", "baseline", "limit")}
     assert all(math.isfinite(rate) and rate > 0 for rate in figures.values())
-    # A wrong unit is wrong by the 4 environments or the 128 steps.
-    assert figures["loop 4"] < 2 * figures["limit 4"]
+    assert figures["loop 4"] < 1.3 * figures["limit 4"]
 
 
 def test_without_torch_one_line_and_exit_code_2(
