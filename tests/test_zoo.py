@@ -90,6 +90,7 @@ def test_command_of_the_pages(tmp_path: Path, command: Command) -> None:
         "--runs-dir",
         tmp_path / "runs",
         program=program,
+        timeout=900,
         PYTHONPATH=str(tmp_path),
     )
     assert ran.code == 0, ran.err
