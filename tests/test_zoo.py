@@ -90,7 +90,7 @@ def test_command_of_the_pages(tmp_path: Path, command: Command) -> None:
         "--runs-dir",
         tmp_path / "runs",
         program=program,
-        timeout=900,
+        timeout=900,  # It has the time that other tests leave.
         PYTHONPATH=str(tmp_path),
     )
     assert ran.code == 0, ran.err
