@@ -4,6 +4,7 @@ import ast
 import difflib
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -199,11 +200,13 @@ def named_places(path: Path) -> list[list[str]]:
     return [place.split(", ") for place in places]
 
 
+@cache
 def classes(path: Path) -> dict[str, ast.ClassDef]:
     body = ast.parse(path.read_text()).body
     return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
+@cache
 def functions(path: Path) -> dict[str, str]:
     """Return the source of each method by "Class.function"."""
     text = path.read_text()

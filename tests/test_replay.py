@@ -18,6 +18,8 @@ GAMMA = 0.9
 # Each buffer of another shape is compiled anew, which takes longer than its few rows do. A method
 # keeps its program as long as it is one object's.
 compiled = cache(partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0}))
+compiled_sample = partial(compiled, static_argnums=2)
+compiled_merge = partial(compiled, static_argnums=1)
 one_replay = cache(Replay)
 
 
@@ -53,7 +55,9 @@ def test_golden_merge_in_time_order():
     small = Replay(capacity=10, num_envs=1, gamma=GAMMA)
     large = Replay(capacity=20, num_envs=1, gamma=GAMMA)
     source = fill(small, [counter_row(i) for i in range(15)])
-    merged = large.merge(fill(large, [counter_row(i) for i in range(3)]), small, source)
+    merged = compiled_merge(large.merge)(
+        fill(large, [counter_row(i) for i in range(3)]), small, source
+    )
     rows = large.in_time_order(merged)
     assert rows.obs.ravel().tolist() == [0, 1, 2, *range(5, 15)]
     assert int(merged.size) == 13
@@ -62,8 +66,10 @@ def test_golden_merge_in_time_order():
 def test_merge_does_not_join_the_seam():
     large = Replay(capacity=20, num_envs=1, gamma=GAMMA, n_step=3)
     source = fill(large, [counter_row(i) for i in range(5, 9)])
-    merged = large.merge(fill(large, [counter_row(i) for i in range(3)]), large, source)
-    batch = large.gather(merged, jnp.array([1, 2, 3]), jnp.zeros(3, int))
+    merged = compiled_merge(large.merge)(
+        fill(large, [counter_row(i) for i in range(3)]), large, source
+    )
+    batch = compiled(large.gather)(merged, jnp.array([1, 2, 3]), jnp.zeros(3, int))
     assert batch.weight.tolist() == [1, 0, 1]  # row 2 has lost its next observation
     assert batch.next_obs[:, 0].tolist()[::2] == [2, 8]  # row 1 bootstraps at 2, not at 5 or 6
     np.testing.assert_allclose(batch.reward[0], 1.0)
@@ -76,8 +82,8 @@ def test_merge_keeps_frame_stacks_apart():
     # A buffer that has overwritten the start of its episode: its oldest stack is cut short.
     small = Replay(capacity=4, num_envs=1, gamma=GAMMA, frame_stack=3)
     second = fill(small, [counter_row(i, stack=[i - 2, i - 1, i]) for i in range(10, 16)])
-    merged = replay.merge(first, small, second)
-    stacks = replay.gather(merged, jnp.array([3, 4, 5]), jnp.zeros(3, int)).obs[..., 0]
+    merged = compiled_merge(replay.merge)(first, small, second)
+    stacks = compiled(replay.gather)(merged, jnp.array([3, 4, 5]), jnp.zeros(3, int)).obs[..., 0]
     assert stacks.tolist() == [[12, 12, 12], [12, 12, 13], [12, 13, 14]]
 
 
@@ -94,7 +100,7 @@ def golden_stack_rows() -> list[Transition]:
 def test_golden_frame_stacks():
     replay = Replay(capacity=9, num_envs=1, gamma=GAMMA, frame_stack=4)
     state = fill(replay, golden_stack_rows())
-    batch = replay.gather(state, jnp.arange(9), jnp.zeros(9, int))
+    batch = compiled(replay.gather)(state, jnp.arange(9), jnp.zeros(9, int))
     assert batch.obs[..., 0].tolist() == [
         [7, 7, 8, 9],
         [7, 8, 9, 10],
@@ -210,7 +216,7 @@ def test_samples_equal_the_plain_list(seed, length, shape):
     lanes = [play(rng, length, frame_stack) for _ in range(num_envs)]
     replay = one_replay(num_rows * num_envs, num_envs, GAMMA, n_step, frame_stack)
     state = fill(replay, transitions(lanes, frame_stack))
-    sample = compiled(replay.sample, static_argnums=2)
+    sample = compiled_sample(replay.sample)
     batch = jax.device_get(sample(state, jax.random.key(seed), 64))
     oldest = max(0, length - num_rows)
     first_complete = oldest + (frame_stack - 1 if length >= num_rows else 0)
@@ -250,7 +256,7 @@ def test_every_complete_row_is_drawn_equally_often(n_step, length):
     replay = Replay(capacity=20, num_envs=2, gamma=GAMMA, n_step=n_step)
     rows = transitions([play(np.random.default_rng(0), length, 1) for _ in range(2)], 1)
     state = fill(replay, rows)
-    drawn = np.asarray(replay.sample(state, jax.random.key(0), 40_000).extras)
+    drawn = np.asarray(compiled_sample(replay.sample)(state, jax.random.key(0), 40_000).extras)
     oldest = max(0, length - 10)
     counts = np.bincount(drawn, minlength=length)
     allowed = np.arange(oldest, length - n_step)
@@ -267,7 +273,7 @@ def test_three_step_return_by_hand():
     rows[5] = rows[5]._replace(truncated=jnp.ones(1, bool))
     for i in (3, 6):
         rows[i] = rows[i]._replace(valid=jnp.zeros(1, bool))
-    batch = replay.gather(fill(replay, rows), jnp.arange(7), jnp.zeros(7, int))
+    batch = compiled(replay.gather)(fill(replay, rows), jnp.arange(7), jnp.zeros(7, int))
     real = jnp.array([0, 1, 2, 4, 5])
     assert batch.weight.tolist() == [1, 1, 1, 0, 1, 1, 0]
     assert batch.reward[real].tolist() == [1 + 1 + 1, 2 + 2, 4, 8 + 8, 16]
@@ -278,7 +284,7 @@ def test_three_step_return_by_hand():
 def test_a_return_stops_where_no_row_parts_two_episodes():
     replay = Replay(capacity=10, num_envs=1, gamma=0.5, n_step=3)
     rows = [counter_row(i, ended=i == 1) for i in range(5)]
-    batch = replay.gather(fill(replay, rows), jnp.arange(2), jnp.zeros(2, int))
+    batch = compiled(replay.gather)(fill(replay, rows), jnp.arange(2), jnp.zeros(2, int))
     assert batch.reward.tolist() == [0 + 0.5, 1]
     assert batch.discount.tolist() == [0, 0]
 
@@ -286,7 +292,12 @@ def test_a_return_stops_where_no_row_parts_two_episodes():
 def test_too_little_data_has_no_weight():
     replay = Replay(capacity=10, num_envs=1, gamma=GAMMA, n_step=3)
     state = fill(replay, [counter_row(0)])
-    assert replay.sample(state, jax.random.key(0), 4).weight.tolist() == [0, 0, 0, 0]
+    assert compiled_sample(replay.sample)(state, jax.random.key(0), 4).weight.tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -346,8 +357,8 @@ def test_interrupt_drops_the_newest_row():
     replay = Replay(capacity=10, num_envs=1, gamma=GAMMA)
     broken = counter_row(1)._replace(reward=jnp.full(1, jnp.nan))
     state = interrupt(fill(replay, [counter_row(0), broken]))
-    state = replay.add(state, counter_row(2))
-    batch = replay.gather(state, jnp.arange(2), jnp.zeros(2, int))
+    state = compiled(replay.add)(state, counter_row(2))
+    batch = compiled(replay.gather)(state, jnp.arange(2), jnp.zeros(2, int))
     assert batch.weight.tolist() == [1, 0]
     assert jnp.isfinite(batch.reward).all()
 
@@ -391,7 +402,7 @@ def test_priorities_equal_a_dictionary(seed, length, shape):
     rows = transitions(lanes, frame_stack)
     state = compiled(replay.init)(rows[0].obs, rows[0].action, rows[0].extras)
     add, update = compiled(replay.add), compiled(replay.update_priorities)
-    sample = compiled(replay.sample, static_argnums=2)
+    sample = compiled_sample(replay.sample)
     known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
     largest = 1.0
     for i, row in enumerate(rows):
@@ -419,19 +430,18 @@ def test_priorities_equal_a_dictionary(seed, length, shape):
 
 def prioritized(priorities: list[float], alpha: float = 1.0) -> tuple[Replay, ReplayState]:
     """A buffer of one lane whose complete rows have these |δ|."""
-    replay = Replay(len(priorities) + 1, 1, GAMMA, priority_exponent=alpha)
+    replay = one_replay(len(priorities) + 1, 1, GAMMA, priority_exponent=alpha)
     state = fill(replay, [counter_row(i) for i in range(len(priorities) + 1)])
     rows = jnp.arange(len(priorities))
-    return replay, replay.update_priorities(state, rows, jnp.array(priorities))
+    return replay, compiled(replay.update_priorities)(state, rows, jnp.array(priorities))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_rows_are_drawn_in_proportion_to_their_priority(alpha):
     priorities = [4.0, 1.0, 0.25, -9.0, 2.0]
     replay, state = prioritized(priorities, alpha)
-    batches = jax.vmap(lambda key: replay.sample(state, key, 1).obs)(
-        jax.random.split(jax.random.key(0), 40_000)
-    )
+    draw = compiled(jax.vmap(lambda key: replay.sample(state, key, 1).obs))
+    batches = draw(jax.random.split(jax.random.key(0), 40_000))
     expected = np.abs(priorities) ** alpha
     counts = np.bincount(batches.ravel(), minlength=6)
     assert counts[5] == 0  # the newest row misses its next observation
@@ -443,7 +453,7 @@ def test_each_equal_share_gives_one_row():
     # Shares of 10 / 5 = 2: the first two fall on row 0, the third on 0 or 1, the others on 2 and 3.
     replay, state = prioritized([4.5, 1.5, 2.0, 2.0])
     for seed in range(20):
-        drawn = replay.sample(state, jax.random.key(seed), 5).index.tolist()
+        drawn = compiled_sample(replay.sample)(state, jax.random.key(seed), 5).index.tolist()
         assert drawn in ([0, 0, 0, 2, 3], [0, 0, 1, 2, 3])
 
 
@@ -451,7 +461,7 @@ def test_each_equal_share_gives_one_row():
 def test_importance_weights(beta):
     """(1 / (M P))^β over the largest: by hand for priorities 1, 2 and 4."""
     replay, state = prioritized([1.0, 2.0, 4.0])
-    batch = replay.sample(state, jax.random.key(0), 7, beta)
+    batch = compiled_sample(replay.sample)(state, jax.random.key(0), 7, beta)
     assert set(batch.index.tolist()) == {0, 1, 2}
     expected = np.array([1.0, 0.5, 0.25])[batch.index] ** beta
     np.testing.assert_allclose(batch.weight, expected, rtol=1e-5)
@@ -460,30 +470,31 @@ def test_importance_weights(beta):
 def test_no_row_has_weight_before_one_is_complete():
     replay = Replay(10, 1, GAMMA, n_step=3, priority_exponent=0.6)
     state = fill(replay, [counter_row(i) for i in range(3)])
-    batch = replay.sample(state, jax.random.key(0), 4, 0.0)
+    batch = compiled_sample(replay.sample)(state, jax.random.key(0), 4, 0.0)
     assert batch.weight.tolist() == [0, 0, 0, 0]
-    state = replay.update_priorities(state, batch.index, jnp.full(4, 9.0))
+    state = compiled(replay.update_priorities)(state, batch.index, jnp.full(4, 9.0))
     assert not leaves_of(replay, state).any() and state.priorities.largest == 1
-    assert (
-        replay.sample(replay.add(state, counter_row(3)), jax.random.key(0), 4).obs[:, 0].tolist()
-        == [0] * 4
-    )
+    state = compiled(replay.add)(state, counter_row(3))
+    batch = compiled_sample(replay.sample)(state, jax.random.key(0), 4, 0.0)
+    assert batch.obs[:, 0].tolist() == [0] * 4
 
 
 def test_merged_rows_get_the_largest_priority():
     _, state = prioritized([3.0, 1.0, 2.0])
     small = Replay(4, 1, GAMMA, priority_exponent=1.0)
     large = Replay(8, 1, GAMMA, priority_exponent=1.0)
-    merged = large.merge(large.init(jnp.zeros((1, 1), int), jnp.zeros(1, int)), small, state)
+    merged = compiled_merge(large.merge)(
+        large.init(jnp.zeros((1, 1), int), jnp.zeros(1, int)), small, state
+    )
     assert leaves_of(large, merged).ravel().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
-    both = large.merge(prioritized_in(large), small, state)
+    both = compiled_merge(large.merge)(prioritized_in(large), small, state)
     # Row 3 of the first buffer has lost what followed it; the newest row is not complete.
     np.testing.assert_allclose(leaves_of(large, both).ravel(), [5, 5, 5, 0, 5, 5, 5, 0], rtol=1e-5)
 
 
 def prioritized_in(replay: Replay) -> ReplayState:
     state = fill(replay, [counter_row(i) for i in range(4)])
-    return replay.update_priorities(state, jnp.arange(3), jnp.full(3, 5.0))
+    return compiled(replay.update_priorities)(state, jnp.arange(3), jnp.full(3, 5.0))
 
 
 def test_checkpoint_of_priorities(tmp_path):
@@ -573,7 +584,7 @@ def test_sequences_equal_the_plain_list(seed, shape):
     rows = transitions(lanes, frame_stack)
     state = compiled(replay.init)(rows[0].obs, rows[0].action, rows[0].extras)
     add, update = compiled(replay.add), compiled(replay.update_priorities)
-    sample = compiled(replay.sample_sequences, static_argnums=2)
+    sample = compiled_sample(replay.sample_sequences)
     known: dict[tuple[int, int], float] = {}  # (row, lane) -> p^α
     largest = 1.0
     for i, row in enumerate(rows):
@@ -614,7 +625,9 @@ def test_sequences_equal_the_plain_list(seed, shape):
 def test_every_complete_sequence_is_drawn_equally_often():
     replay = Replay(20, 2, GAMMA, n_step=2, sequence_length=3, sequence_period=2)
     rows = transitions([play(np.random.default_rng(0), 15, 1) for _ in range(2)], 1)
-    sequences = replay.sample_sequences(fill(replay, rows), jax.random.key(0), 8_000)
+    sequences = compiled_sample(replay.sample_sequences)(
+        fill(replay, rows), jax.random.key(0), 8_000
+    )
     counts = np.bincount(sequences.extras, minlength=15)
     # Rows 5 to 14 are there; a sequence ends 4 rows after its start.
     assert set(np.flatnonzero(counts)) == {6, 8, 10}
@@ -670,7 +683,7 @@ def test_blocks_equal_their_trajectories(
     first = all_rows[0][0]
     state = compiled(replay.init)(first.obs, first.action, first.extras)
     add, gather = compiled(replay.add_block), compiled(replay.gather)
-    update, sample = compiled(replay.update_priorities), compiled(replay.sample, static_argnums=2)
+    update, sample = compiled(replay.update_priorities), compiled_sample(replay.sample)
     times, envs = np.divmod(np.arange(replay.num_rows * num_envs), num_envs)
     stored: dict[tuple[int, int], tuple[Lane, int, int]] = {}  # place -> lane, row in it, first row
     leaves = np.zeros((replay.num_rows, num_envs))  # p^α
@@ -720,7 +733,7 @@ def test_golden_blocks():
     leaves = leaves_of(replay, state).ravel()
     np.testing.assert_allclose(leaves, [*[0, 3, 2, 1, 0], *[0] * 5], rtol=2e-6)
     assert state.priorities.largest == leaves[1] and int(state.size) == int(state.position) == 5
-    batch = replay.gather(state, jnp.array([1, 2, 3]), jnp.zeros(3, int))
+    batch = compiled(replay.gather)(state, jnp.array([1, 2, 3]), jnp.zeros(3, int))
     assert batch.obs[..., 0].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert batch.reward.tolist() == [1 + 2 / 2, 2 + 3 / 2, 3]  # the last return has one step
     assert batch.discount.tolist() == [0.25, 0.25, 0.5]

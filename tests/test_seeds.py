@@ -27,6 +27,7 @@ def make(module, seed):
 @pytest.mark.parametrize(
     "module", [*WITH_REPLAY, ppo, a2c, ppo_rnn, impala, pqn], ids=lambda module: module.__name__
 )
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_a_seed_learns_what_it_learns_alone(module):
     iterations = 100 if module in WITH_REPLAY else 4
@@ -45,6 +46,7 @@ def test_a_seed_learns_what_it_learns_alone(module):
     assert max(jax.tree.leaves(apart)) > 1e-2
 
 
+@pytest.mark.optimized
 def test_logs_mean_and_spread():
     trainer = make(ppo, 1)
     batch_seeds(trainer, 3)
