@@ -92,15 +92,6 @@ def random_batch(rows: int = 12) -> Batch:
     return Batch(obs, np.arange(rows) % 3, reward, discount, next_obs, weight, ())
 
 
-def quick(trainer: Any) -> Any:
-    """The same trainer, compiled in half the time to a slower program."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    trainer.compiled_run = jax.jit(
-        trainer.run_iterations, donate_argnums=0, compiler_options=options
-    )
-    return trainer
-
-
 def logs_of(trainer: Any) -> dict[str, float]:
     return {k: v for log_data in trainer() for k, v in log_data["logs"].items()}
 
@@ -325,7 +316,7 @@ def test_a_run_with_at_most_priorities_is_that_of_the_file(part, name):
     """But for rounding: over one flat vector, as there, XLA joins Adam's operations otherwise."""
     config = replace(SMALL, **NO_PART | ({part: True} if part else {}))
     module, options = variant(name, config)
-    rainbow, other = quick(Trainer(config)), quick(module.Trainer(options))
+    rainbow, other = Trainer(config), module.Trainer(options)
     logs, expected = logs_of(rainbow), logs_of(other)
     assert logs["charts/updates"] == 15 and logs.keys() == expected.keys()
     compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
@@ -337,7 +328,7 @@ def test_a_run_with_at_most_priorities_is_that_of_the_file(part, name):
 @pytest.fixture(scope="module")
 def without_noise() -> Trainer:
     """Compiled once for two tests."""
-    return quick(Trainer(replace(SMALL, noisy=False)))
+    return Trainer(replace(SMALL, noisy=False))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -352,7 +343,7 @@ def test_every_part_can_be_taken_out(part, without_noise):
     assert ("value_stream" in params) == (part != "dueling")
     assert ("sigma" in str(jax.tree.structure(params))) == (part != "noisy")
     assert bool(priorities) == (part != "prioritized")
-    trainer = without_noise if part == "noisy" else quick(Trainer(replace(config, noisy=False)))
+    trainer = without_noise if part == "noisy" else Trainer(replace(config, noisy=False))
     logs = logs_of(trainer)
     assert logs["charts/updates"] == 15 and logs["charts/target_updates"] == 5
     assert np.isfinite(list(logs.values())).all() and logs["losses/td_loss"] > 0
@@ -414,7 +405,7 @@ def test_runs_on_atari_with_the_preset():
     preset = PRESETS["atari"] | {"buffer_size": 200, "learning_starts": 100}
     config = Config(env_id="Pong-v5", **preset)
     config = replace(config, num_envs=2, total_timesteps=108, log_frequency=108, batch_size=2)
-    trainer = quick(Trainer(config))
+    trainer = Trainer(config)
     np.testing.assert_allclose(trainer.algorithm.support, np.linspace(-10, 10, 51), atol=1e-5)
     params, num_actions = trainer.state.learner.params, int(trainer.env.action_space.n)
     for name, outputs in (("value_stream", 51), ("advantage_stream", num_actions * 51)):
