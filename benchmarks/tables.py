@@ -2,9 +2,9 @@
 
     python benchmarks/tables.py
 
-rewrites what stands between the two markers in README.md and docs/results.md from the `jobs/*.json`
-under benchmarks/results/sweep*, draws docs/img/results_*.png, and copies docs/img/curve_*.png from
-the folders of the sweeps. Nothing is trained.
+rewrites what stands between the two markers in README.md, docs/results.md and PPO's page from the
+`jobs/*.json` under benchmarks/results/sweep*, draws docs/img/results_*.png, and copies
+docs/img/curve_*.png from the folders of the sweeps. Nothing is trained.
 """
 
 import shutil
@@ -39,6 +39,9 @@ from common.run import cli
 
 BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
 END = "<!-- end of results -->"
+DM_CONTROL_PAGE = "docs/algorithms/ppo.md"
+DM_CONTROL_BEGIN = "<!-- dm_control: written by `python benchmarks/tables.py` -->"
+DM_CONTROL_FOLDER = "sweep_ppo_dm_control"
 LEAST_SEEDS = 3  # of a row
 ORDER = (
     *("dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51", "qr_dqn", "iqn"),
@@ -191,10 +194,15 @@ def main() -> None:
     for page in PAGES:
         path = ROOT / page.path
         write_atomically(path, with_block(path.read_text(), page_block(page, cells), page.path))
+    path = ROOT / DM_CONTROL_PAGE
+    text = with_block(
+        path.read_text(), dm_control_block(cells), DM_CONTROL_PAGE, begin=DM_CONTROL_BEGIN
+    )
+    write_atomically(path, text)
     pictures = [draw_family(family, family_cells(family, cells)) for family in FAMILIES]
     for name, source in CURVES.items():
         shutil.copyfile(RESULTS / f"{source}.png", curve_path(name))
-    made = [*(page.path for page in PAGES), *filter(None, pictures)]
+    made = [*(page.path for page in PAGES), DM_CONTROL_PAGE, *filter(None, pictures)]
     print("files:", ", ".join(made))
 
 
@@ -335,6 +343,23 @@ def published_line(cells: list[Cell]) -> str:
     if missing:
         line += f" Published, but not run here with {LEAST_SEEDS} seeds: {'; '.join(missing)}."
     return line
+
+
+def dm_control_block(cells: list[Cell]) -> str:
+    """Return CleanRL's tasks of dm_control, a line each, and names of those that did not run."""
+    runs_of = {cell.column[0]: cell.runs for cell in cells if cell.folder == DM_CONTROL_FOLDER}
+    rows = []
+    for env_id, (mean, std) in DM_CONTROL.items():
+        if env_id in runs_of:
+            returns = [run.training_return for run in runs_of[env_id]]
+            evaluation = mean_and_std([run.evaluation_return for run in runs_of[env_id]])
+            seeds = ", ".join(f"{value:.1f}" for value in returns)
+            published = f"{mean:.1f} ± {std:.1f}"
+            rows.append([env_id, mean_and_std(returns), seeds, published, evaluation])
+    header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
+    table = markdown_table(header, rows)
+    not_run = [env_id for env_id in DM_CONTROL if env_id not in runs_of]
+    return f"{table}\n\nNot run: {', '.join(not_run)}." if not_run else table
 
 
 def rows_table(page: Page, cells: list[Cell]) -> str:

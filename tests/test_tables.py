@@ -136,6 +136,23 @@ def test_published_figures_that_are_reached_missed_and_not_run(
     )
 
 
+def test_tasks_of_dm_control_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = {"WalkerRun-v1": (125.92, 10.01), "CheetahRun-v1": (432.56, 82.54)}
+    monkeypatch.setattr(tables, "DM_CONTROL", published)
+    fields = {"algo": "ppo", "env_id": "CheetahRun-v1", "evaluation_return": 4.0}
+    cells = [
+        make_cell([1.0, 3.0], folder="sweep_ppo_dm_control", **fields),
+        make_cell([9.0, 9.0], folder="sweep_ppo_dm_control_target_kl", **fields),
+    ]
+    assert tables.dm_control_block(cells).split("\n") == [
+        "| environment | training return | each seed | CleanRL | evaluation |",
+        "| --- | --- | --- | --- | --- |",
+        "| CheetahRun-v1 | 2.0 ± 1.0 | 1.0, 3.0 | 432.6 ± 82.5 | 4.0 ± 0.0 |",
+        "",
+        "Not run: WalkerRun-v1.",
+    ]
+
+
 def test_every_row_by_hand() -> None:
     cells = [make_cell([2.0], folder="sweep_gymnasium", seconds=90.0, evaluation_return=3.0)]
     row = tables.rows_table(SITE, cells).split("\n")[-1]
@@ -200,6 +217,14 @@ def test_committed_tables_follow_from_the_data(page: tables.Page) -> None:
     text = (ROOT / page.path).read_text()
     block = tables.page_block(page, cells)
     assert tables.with_block(text, block, page.path) == text, "run python benchmarks/tables.py"
+
+
+def test_committed_table_of_dm_control_follows_from_the_data() -> None:
+    name = tables.DM_CONTROL_PAGE
+    text = (ROOT / name).read_text()
+    block = tables.dm_control_block(tables.read_cells(tables.RESULTS))
+    made = tables.with_block(text, block, name, begin=tables.DM_CONTROL_BEGIN)
+    assert made == text, "run python benchmarks/tables.py"
 
 
 def rows_of_results(page: Path) -> list[dict[str, str]]:
