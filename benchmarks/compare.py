@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 
 from common.errors import UserError
-from report import Curve, write_atomically
+from report import Curve, median_minutes, write_atomically
 from tables import (
     FAMILIES,
     RESULTS,
@@ -218,7 +218,7 @@ def family_table(family: Family, cells: list[Cell]) -> str:
         iqm, low, high = aggregate(standing.scores)
         in_turn = list(zip(standing.cells.values(), scales, strict=True))
         reached = [[steps_to(level, *pair) for pair in in_turn] for level in LEVELS]
-        minutes = [np.mean([run.seconds for run in cell.runs]) / 60 for cell, _ in in_turn]
+        minutes = [median_minutes(cell.runs) for cell, _ in in_turn]
         row = [
             algorithm_link(PAGE, in_turn[0][0]),
             f"{iqm:.2f} [{low:.2f}, {high:.2f}]",

@@ -296,7 +296,7 @@ def markdown_report(groups: list[list[Result]]) -> str:
         "last 10 % of the steps. IQM: its interquartile mean over 5 seeds or more, with the "
         "bootstrapped 95 % interval. Evaluation return: the final policy. Published: CleanRL's "
         "training return, 3 seeds (dm_control: 10), as many steps. SPS: env steps a second, median "
-        "of the log points.",
+        "of the log points. Minutes: median over seeds.",
         "",
         *(_markdown_origin(group) for group in groups),
     ]
@@ -317,9 +317,14 @@ def _markdown_row(group: list[Result]) -> str:
         published,
         mean_and_std([result.evaluation_return for result in group]),
         f"{np.mean([result.SPS for result in group]):,.0f}",
-        f"{np.mean([result.seconds for result in group]) / 60:.1f}",
+        f"{median_minutes(group):.1f}",
     )
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def median_minutes(runs: list[Result]) -> float:
+    """Return the wall minutes of a run; the median leaves out one that was halted on its way."""
+    return float(np.median([run.seconds for run in runs])) / 60
 
 
 def _markdown_origin(group: list[Result]) -> str:

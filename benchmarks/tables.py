@@ -14,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from common.errors import UserError
 from machine import ROOT
 from repeat import RESULTS, Repeat, first_of_commits, read_repeats, run_name
@@ -27,6 +25,7 @@ from report import (
     commits,
     draw_curve,
     mean_and_std,
+    median_minutes,
     read_groups,
     robust_interval,
     robust_mean,
@@ -68,11 +67,11 @@ ROWS = (
     f"{MANY_SEEDS} seeds it is close to the mean. Evaluation: the final policy, greedy where the "
     "algorithm's page does not say otherwise. Published: "
     "[CleanRL](https://docs.cleanrl.dev/rl-algorithms/overview/), training return. Minutes: wall "
-    "time of a run on one core, which shared its machine with other runs; cores differed by about "
-    "2.5 times. Repeated: the commit on which the first part of a run was trained again "
-    "(`benchmarks/repeat.py`), and how much of it, with the returns of the row's own commit to the "
-    "bit, and with its losses where all returns are alike, so that the row is one of that commit, "
-    "too; *rounds otherwise* where one differs."
+    "time of a run on one core, median over seeds; it shared its machine with other runs, and "
+    "cores differed by about 2.5 times. Repeated: the commit on which the first part of a run was "
+    "trained again (`benchmarks/repeat.py`), and how much of it, with the returns of the row's own "
+    "commit to the bit, and with its losses where all returns are alike, so that the row is one of "
+    "that commit, too; *rounds otherwise* where one differs."
 )
 
 
@@ -376,7 +375,7 @@ def rows_table(page: Page, cells: list[Cell]) -> str:
             robust_mean([run.training_return for run in runs]),
             robust_mean([run.evaluation_return for run in runs]),
             str(PUBLISHED.get((runs[0].label, env_id, steps), "–")),
-            f"{np.mean([run.seconds for run in runs]) / 60:.1f}",
+            f"{median_minutes(runs):.1f}",
             f"`{sweep_command(runs)}`",
             commits(runs),
             repeated(cell, repeats),

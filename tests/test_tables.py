@@ -163,6 +163,14 @@ def test_every_row_by_hand() -> None:
     )
 
 
+def test_a_halted_run_does_not_count_in_the_minutes() -> None:
+    cells = [make_cell([2.0] * 3)]
+    for run, seconds in enumerate((60.0, 90.0, 9000.0)):
+        cells[0].runs[run] = dataclasses.replace(cells[0].runs[run], seconds=seconds)
+    assert "| 498 | 1.5 | `python" in tables.rows_table(SITE, cells)
+    assert "| 1.5 |\n" in report.markdown_report([cells[0].runs])
+
+
 def test_a_row_is_repeated_where_a_run_of_each_commit_was() -> None:
     cell = make_cell([1.0, 2.0, 3.0])
     cell.runs[0] = dataclasses.replace(cell.runs[0], commit="def")
