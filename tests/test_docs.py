@@ -46,6 +46,28 @@ def equation_rows(page):
     return rows
 
 
+def preset_rows(page, presets):
+    """Flag, preset and value of every cell in the tables of flags by preset."""
+    rows, columns = [], []
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if cells[:1] == ["flag"]:
+            columns = [(i, cell.strip("`")) for i, cell in enumerate(cells)]
+            columns = [(i, name) for i, name in columns if name in presets]
+        elif not cells:
+            columns = []
+        elif flag := re.fullmatch(r"`--([a-z-]+)`", cells[0]):
+            rows += [(flag[1].replace("-", "_"), name, cells[i]) for i, name in columns]
+    return rows
+
+
+def written(value):
+    """A value of a Config as tables write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "on", False: "off"}[value]
+    return value.strip("`") if isinstance(value, str) else float(value)
+
+
 def named(cell):
     name = re.fullmatch(r"`([\w.]+)`", cell)
     assert name, f"{cell!r} is not one name in backticks"
@@ -148,3 +170,15 @@ def test_built_pages_load_from_the_site_alone(tmp_path):
         assert not [url for url in urls if "//" in url], page
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     assert any("Algorithm.td_target" in entry["text"] for entry in index["docs"])
+
+
+@pytest.mark.parametrize("page", ALGORITHM_PAGES, ids=lambda page: page.stem)
+def test_tables_of_presets_are_those_of_the_code(page):
+    module = importlib.import_module(f"algos.{page.stem}")
+    configs = {name: module.Config(**preset) for name, preset in module.PRESETS.items()}
+    for flag, preset, cell in preset_rows(page, configs):
+        value = written(getattr(configs[preset], flag))
+        told = float(cell.replace(",", "")) if isinstance(value, float) else cell.strip("`")
+        assert told == value, f"--{flag} of {preset}"
+    text = page.read_text()
+    assert [name for name in configs if f"`{name}`" not in text] == [], "presets without a word"
