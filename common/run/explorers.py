@@ -69,6 +69,7 @@ class Explorers:
         most, self._publish_frequency = options.in_flight or 2 * count, options.publish_frequency
         if trainer.pace == "synchronous":
             most, self._publish_frequency = count, 1
+        most = -(-most // self._group_size) * self._group_size  # else a group might never fill
         plan = _plan(trainer, self._group_size, count)
         self._pool = _Pool(plan, self._all_slots(), most, options, say, received)
         self._version = 0  # of the parameters: how many times they have learned

@@ -230,7 +230,13 @@ class _Run:
         from common.run.explorers import group_size
 
         pace = cast(type[Learner], self.trainer_class).pace
-        group_size(pace, self.config.num_envs, self.explorers.explorers)
+        count, workers = self.explorers.explorers, self.config.env_workers
+        num_envs = self.config.num_envs // group_size(pace, self.config.num_envs, count)
+        if workers and num_envs % workers:
+            raise UserError(
+                f"--env-workers {workers} does not divide the {num_envs} environments of each of "
+                f"{count} --explorers; use a divisor"
+            )
 
     def _choose_device(self) -> None:
         platforms = {"auto": None, "cpu": "cpu", "gpu": "cuda"}
