@@ -1,5 +1,6 @@
 """The environment contract on the Gymnasium, JAX and (numpy) envpool backends."""
 
+import importlib
 import itertools
 import re
 import sys
@@ -925,6 +926,24 @@ def test_what_a_module_registers_is_gymnasiums(tmp_path, monkeypatch):
     assert config_backend(env_config("Acrobot-v1", env_module="my_cart_pole")) == "envpool"
     config = env_config("CartPole-v1", env_module="my_cart_pole", env_backend="envpool")
     assert config_backend(config) == "envpool"
+
+
+def test_a_module_that_was_imported_before_registers_too(tmp_path, monkeypatch):
+    code = "import gymnasium\ngymnasium.register('Acrobot-v1', 'toy_envs:CountEnv')\n"
+    (tmp_path / "my_acrobot.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(gym.registry, "Acrobot-v1", gym.registry["Acrobot-v1"])
+    importlib.import_module("my_acrobot")
+    assert config_backend(env_config("Acrobot-v1", env_module="my_acrobot")) == "gymnasium"
+    assert config_backend(env_config("CartPole-v1", env_module="my_acrobot")) == "envpool"
+
+
+def test_an_id_with_its_module_may_lie_in_the_current_folder(tmp_path, monkeypatch):
+    code = "import gymnasium\ngymnasium.register('ToyHere-v0', 'toy_envs:CountEnv')\n"
+    (tmp_path / "lies_here.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert make_env(env_config("lies_here:ToyHere-v0")).action_space.n == 4
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def config_backend(config: EnvConfig) -> EnvBackend:
         UserError: if the module cannot be imported, or no backend knows the id.
     """
     registered = _registered_by(config.env_module) if config.env_module else set()
+    if ":" in config.env_id:
+        _import_from_here()
     if config.env_backend == "auto" and config.env_id in registered:
         return "gymnasium"
     return resolve_backend(config.env_id, config.env_backend)
@@ -228,12 +230,17 @@ def _unknown_id(env_id: str, backend: str, candidates: list[str]) -> str:
 
 @functools.cache
 def _registered_by(module: str) -> set[str]:
-    """Import a module, from the current folder too, and return the ids that it registers."""
+    """Import a module, from the current folder too, and return the ids that it registers.
+
+    What a module registered that was imported before cannot be told from what others did: then it
+    is all but Gymnasium's own.
+    """
     import gymnasium
 
     before = dict(gymnasium.registry)
-    if "" not in sys.path:
-        sys.path.append("")
+    if module in sys.modules:
+        before = {name: spec for name, spec in before.items() if _is_own(spec)}
+    _import_from_here()
     try:
         importlib.import_module(module)
     except failures() as error:
@@ -242,6 +249,17 @@ def _registered_by(module: str) -> set[str]:
             "give a module in this folder or on PYTHONPATH that registers the environment"
         ) from error
     return {name for name, spec in gymnasium.registry.items() if before.get(name) is not spec}
+
+
+def _is_own(spec: Any) -> bool:
+    """Return whether an environment is one of Gymnasium's own."""
+    return isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.")
+
+
+def _import_from_here() -> None:
+    """Let modules lie in the current folder."""
+    if "" not in sys.path:
+        sys.path.append("")
 
 
 def _parse_kwargs(pairs: Iterable[str]) -> dict[str, Any]:
