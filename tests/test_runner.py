@@ -24,7 +24,7 @@ from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from algos import ppo
+from algos import ppo, r2d2
 from algos.dqn import PRESETS, Config, Trainer
 from common.envs import EpisodeSummary
 from common.errors import UserError
@@ -232,6 +232,7 @@ def test_config_file_with_every_type(tmp_path):
         ("--env-id Pong-v5 --preset classic", "classic"),
         ("--env-id Pong-v5 --env-backend gymnasium", "classic"),
         ("--preset atari", "atari"),
+        ("--env-id Pong-v5 --preset auto", "atari"),
         ("--env-id HalfCheetah-v5", "classic"),
     ],
 )
@@ -270,6 +271,19 @@ def test_the_chosen_preset_gives_the_defaults():
     options = cli.parse(ppo.Config, ppo.PRESETS, ["--env-id", "Pendulum-v1"])
     assert options.run.preset == "mujoco" and options.config.num_steps == 2048
     assert options.config == ppo.Config(env_id="Pendulum-v1", **ppo.PRESETS["mujoco"])
+
+
+def test_env_kwargs_leave_those_of_the_preset_whose_keys_are_not_given(tmp_path):
+    def env_kwargs(*flags):
+        flags = ["--env-id", "Pong-v5", *flags]
+        return cli.parse(r2d2.Config, r2d2.PRESETS, flags).config.env_kwargs
+
+    assert env_kwargs() == ("episodic_life=False", "reward_clip=False")
+    given = env_kwargs("--env-kwargs", "frame_skip=2", "reward_clip=True")
+    assert given == ("episodic_life=False", "frame_skip=2", "reward_clip=True")
+    # A file of flags has them whole.
+    (tmp_path / "c.json").write_text('{"preset": "atari", "env_kwargs": ["frame_skip=2"]}')
+    assert env_kwargs("--config", str(tmp_path / "c.json")) == ("frame_skip=2",)
 
 
 def test_flags_win_over_the_preset():

@@ -136,7 +136,10 @@ def parse(
     summary = sys.modules[config_class.__module__].__doc__ or ""
     parsed = parse_flags(root, args, summary.split("\n\n")[0])
     flat = {f: v for g in (parsed.algorithm, parsed.environment) for f, v in vars(g).items()}
-    run = RunOptions(**vars(parsed.run))
+    of_preset = presets[defaults["preset"]].get("env_kwargs", ())
+    if flat["env_kwargs"] != defaults.get("env_kwargs", ()):
+        flat["env_kwargs"] = _over_preset(flat["env_kwargs"], of_preset)
+    run = RunOptions(**vars(parsed.run) | {"preset": defaults["preset"]})
     options = Options(config_class(**flat), parsed.logging, run, parsed.explorers)
     check_ranges(options.run)
     check_ranges(options.explorers)
@@ -179,7 +182,7 @@ def _defaults(config_class: type, presets: Presets, early: argparse.Namespace) -
         preset = _auto_preset(env_id, early.env_backend or saved.get("env_backend"), presets)
     if preset not in presets:
         raise UserError(f"unknown --preset {preset!r}; accepted are auto, {', '.join(presets)}")
-    return presets[preset] | {"preset": preset} | saved
+    return presets[preset] | saved | {"preset": preset}
 
 
 def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any]:
@@ -200,6 +203,12 @@ def _saved_flags(config_class: type, early: argparse.Namespace) -> dict[str, Any
             "its own file"
         )
     return _read_config(path, "--resume", config_class)
+
+
+def _over_preset(env_kwargs: tuple[str, ...], of_preset: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the KEY=VALUE pairs of a preset whose keys are not given, and those that are."""
+    given = {pair.partition("=")[0] for pair in env_kwargs}
+    return (*(pair for pair in of_preset if pair.partition("=")[0] not in given), *env_kwargs)
 
 
 def _auto_preset(env_id: str, backend: str | None, presets: Presets) -> str:
