@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
+from gymnasium import spaces
 
 from common.errors import UserError, one_line
 
@@ -77,6 +78,7 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
     trainer, evaluator, key = policy.trainer, policy.trainer.evaluator, jax.random.key(0)
     learner = trainer.state.learner
     (size,) = export.symbolic_shape("B")
+    space = trainer.env.action_space
 
     def of_any_size(x: Any) -> Any:
         return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
@@ -86,7 +88,8 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
         return action
 
     def remember(obs: Any, core: Any, valid: Any, seed: Any = 0) -> Any:
-        return evaluator.act(learner, obs, jax.random.key(seed), Memory(core, valid))
+        action, core = evaluator.act(learner, obs, jax.random.key(seed), Memory(core, valid))
+        return from_start(space, action), core
 
     like = jax.eval_shape(trainer.env.reset, key).obs, evaluator.initial_core(1)
     obs, core = jax.tree.map(of_any_size, like)
@@ -99,6 +102,17 @@ def export_policy(policy: "Policy") -> tuple[str, "Exported"]:
         words = f"(obs, core, valid{and_seed}) -> (action, core)"
         return words, exported(jax.jit(remember))(obs, core, valid, *seed)
     return f"(obs{and_seed}) -> action", exported(jax.jit(act))(obs, *seed)
+
+
+def from_start(space: spaces.Space, action: Any) -> Any:
+    """Return actions as the space counts them; the learner counts from 0."""
+    if isinstance(space, spaces.Dict):
+        return {name: from_start(space[name], action[name]) for name in space.spaces}
+    if isinstance(space, spaces.Tuple):
+        return tuple(from_start(s, a) for s, a in zip(space.spaces, action, strict=True))
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return action + space.start
+    return action
 
 
 if __name__ == "__main__":

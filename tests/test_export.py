@@ -2,8 +2,10 @@
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,12 @@ from flax import nnx
 from gymnasium import spaces
 from jax import export
 from run_helpers import finished_run, run_alone, run_here
+from toy_envs import EchoEnv
 
 from algos import a2c, dqn, ppo, ppo_rnn, sac, sac_discrete
 from common import load
-from common.export import export_policy
+from common.envs.env import to_space
+from common.export import export_policy, from_start
 from common.networks import Encoder, Memory
 
 from common.run.load import Policy
@@ -82,6 +86,27 @@ def test_continuous_actions(module, flags, sizes):
         action = np.asarray(exported.call(obs))
         assert action.shape == (rows, 1)
         np.testing.assert_allclose(action, policy.predict(obs), atol=1e-6, rtol=1e-6)
+
+
+def test_actions_are_counted_from_the_start_of_their_space():
+    space = spaces.Dict(
+        a=spaces.Discrete(3, start=-1),
+        b=spaces.Tuple((spaces.MultiDiscrete([2, 2], start=[1, 5]), spaces.MultiBinary(2))),
+    )
+    action = {"a": np.int32([0, 2]), "b": (np.int32([[0, 1], [1, 0]]), np.int32([[0, 1], [1, 1]]))}
+    given, expected = from_start(space, action), to_space(space, action)
+    jax.tree.map(np.testing.assert_array_equal, given, expected)
+    np.testing.assert_array_equal(given["a"], [-1, 1])
+
+
+def test_an_exported_policy_counts_actions_as_predict_does():
+    obs_space, action_space = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3, start=5)
+    gym.register("ExportEcho-v0", partial(EchoEnv, obs_space, action_space))
+    policy = make_policy(dqn, "ExportEcho-v0")
+    obs = random_obs(policy, 20)
+    action = np.asarray(reloaded(policy)[1].call(obs))
+    assert action.min() >= 5
+    np.testing.assert_array_equal(action, policy.predict(obs))
 
 
 def test_a_policy_that_draws_takes_a_seed():
