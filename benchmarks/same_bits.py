@@ -3,8 +3,8 @@
     git stash && python benchmarks/same_bits.py --out before.json && git stash pop
     python benchmarks/same_bits.py --against before.json
 
-Short runs of every algorithm on gymnax environments, which are the same to the bit on one machine.
-Speed is left out. Exits with 1 if anything differs.
+Short runs of every file in algos/ on gymnax environments, which are the same to the bit on one
+machine. Speed is left out. Exits with 1 if anything differs.
 """
 
 import dataclasses
@@ -30,9 +30,15 @@ REPLAY = {
 }
 ROLLOUT = {"total_timesteps": 8_192, "log_frequency": 2_048}
 NORMALIZED = {"normalize_obs": True}
+VALUE_BASED = (
+    *("double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn"),
+    *("c51", "qr_dqn", "iqn", "rainbow"),
+)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dqn", CARTPOLE | REPLAY),
     ("dqn", CARTPOLE | REPLAY | {"num_envs": 1, "n_step": 3, "train_frequency": 4, "tau": 0.5}),
+    *((algo, CARTPOLE | REPLAY) for algo in VALUE_BASED),
+    ("r2d2", CARTPOLE | REPLAY | {"sequence_length": 20, "sequence_period": 10, "num_steps": 20}),
     ("ppo", CARTPOLE | ROLLOUT),
     ("ppo", CARTPOLE | ROLLOUT | NORMALIZED | {"target_kl": 0.003, "learning_rate": 2e-3}),
     ("ppo", PENDULUM | ROLLOUT | NORMALIZED | {"normalize_reward": True, "num_minibatches": 2}),
@@ -81,7 +87,9 @@ def main(options: Options) -> int:
             name = f"{algo} case {number} seed {seed}"
             bits[name] = bits_of_run(algo, fields | {"seed": seed})
             if options.against:
-                different = [line for line in bits[name] if line not in before.get(name, [])]
+                old = before.get(name, [])
+                different = [line for line in bits[name] if line not in old]
+                different = different or [line for line in old if line not in bits[name]]
                 num_different += bool(different)
                 shown = f", the first {different[0]}" if different else ""
                 print(f"{name}: {len(different)} of {len(bits[name])} differ{shown}", flush=True)

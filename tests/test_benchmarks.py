@@ -194,8 +194,17 @@ def test_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     digest = "abd"
     assert same_bits.main(same_bits.Options(against=file, num_seeds=1, algos=("sac",))) == 1
     assert capsys.readouterr().out == "sac case 1 seed 1: 1 of 2 differ, the first abd\n"
+    # What is not there any more differs, too.
+    monkeypatch.setattr(same_bits, "bits_of_run", lambda algo, fields: [])
+    assert same_bits.main(same_bits.Options(against=file, num_seeds=1, algos=("sac",))) == 1
+    monkeypatch.setattr(same_bits, "bits_of_run", bits_of_run)
     # A seed that was not written before differs whole.
     assert same_bits.main(same_bits.Options(against=file, num_seeds=3, algos=("dqn",))) == 1
+
+
+def test_same_bits_runs_every_algorithm() -> None:
+    files = {path.stem for path in (BENCHMARKS.parent / "algos").glob("[!_]*.py")}
+    assert {algo for algo, _ in same_bits.CASES} == files
 
 
 def test_the_bits_of_a_run_are_those_of_its_seed() -> None:
