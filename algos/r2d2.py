@@ -181,12 +181,14 @@ class Algorithm:
 
     def td_target(self, q_values: Array, target_q_values: Array, rows: Transition) -> Array:
         """h(Σ_{k<n} γᵏ r_{t+k} + γⁿ h⁻¹(Q(s_{t+n}, argmax_a Q(s_{t+n}, a; θ); θ⁻))) (eq. 1)."""
+        # The row before an invalid one is the last of its episode, or where a run was cut off.
+        truncated = rows.truncated[:, :-1] | ~rows.valid[:, 1:]  # [B, L + n - 1]
         next_action = q_values.argmax(axis=-1)  # [B, L + n]
         value = jnp.take_along_axis(target_q_values, next_action[..., None], axis=-1)[..., 0]
         returns = n_step_rescaled_return(
             reward=rows.reward[:, :-1].T,
             terminated=rows.terminated[:, :-1].T,
-            truncated=rows.truncated[:, :-1].T,
+            truncated=truncated.T,
             value=value.T,
             gamma=self.config.gamma,
             n=self.config.n_step,

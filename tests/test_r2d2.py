@@ -118,12 +118,14 @@ Q_VALUES = jnp.array([[[1.0, 2.0], [5.0, 4.0], [3.0, 1.0], [0.0, 2.0], [6.0, 0.0
 TARGET_Q_VALUES = jnp.array([[[9.0, 0.1], [0.2, 9.0], [0.3, 9.0], [9.0, 0.4], [0.5, 9.0]]])
 
 
-@pytest.mark.parametrize("terminated", [False, True])
-def test_target_by_hand(terminated):
+@pytest.mark.parametrize("end", ["terminated", "truncated", "interrupted"])
+def test_target_by_hand(end):
     """The online network chooses, the target network values, and no return passes an end."""
-    rows = hand_rows()
+    rows, terminated = hand_rows(), end == "terminated"
     if terminated:
         rows = rows._replace(terminated=rows.truncated, truncated=rows.terminated)
+    elif end == "interrupted":  # as a resumed run is: the row behind is of another episode
+        rows = rows._replace(truncated=rows.terminated)
     target = hand_algorithm().td_target(Q_VALUES, TARGET_Q_VALUES, rows)
     assert target.shape == (1, 3)
     beyond = 0.0 if terminated else float(value_unrescale(jnp.float32(0.3)))  # row 2, action 0

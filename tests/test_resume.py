@@ -32,11 +32,12 @@ from run_helpers import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from algos import impala, ppo_rnn, r2d2
 from algos.dqn import Config, Trainer
 from common import __version__, load
 from common.errors import UserError
 
-from common.run.checkpoint import Checkpoints, checkpointer, restore_state, resume
+from common.run.checkpoint import Checkpoints, checkpointer, go_on_from, restore_state, resume
 from common.run.logger import logger, read_metrics
 
 TOTAL = 16_000
@@ -519,6 +520,26 @@ def test_a_run_that_ends_early_is_saved(tmp_path):
     generator, _ = saved_by(tmp_path / "e", FakeTrainer([1, 2, 3]))
     generator.close()  # before its first log point
     assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize("module", [impala, ppo_rnn, r2d2])
+def test_new_episodes_begin_without_a_memory_and_a_return(module):
+    """Where the environments lie outside JAX, and their episodes are gone."""
+    flags = {"core": "lstm"} if module is impala else {}
+    flags |= {"normalize_reward": True} if module is ppo_rnn else {}
+    for env_id, restorable in (("CartPole-v1", False), ("gymnax/CartPole-v1", True)):
+        trainer = module.Trainer(module.Config(env_id=env_id, **flags))
+        state = trainer.state._replace(core=jax.tree.map(jnp.ones_like, trainer.state.core))
+        if module is ppo_rnn:
+            normalizer = state.learner.normalizer
+            normalizer = normalizer._replace(running_return=normalizer.running_return + 50)
+            state = state._replace(learner=state.learner._replace(normalizer=normalizer))
+        go_on_from(trainer, state, 0)
+        for leaf in jax.tree.leaves(trainer.state.core):
+            np.testing.assert_array_equal(leaf, float(restorable))
+        if module is ppo_rnn:
+            running_return = trainer.state.learner.normalizer.running_return
+            np.testing.assert_array_equal(running_return, 50.0 * restorable)
 
 
 def test_environments_outside_jax_are_not_saved(tmp_path):

@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from common.envs import make_env
 from common.errors import UserError, one_line
+from common.normalize import NormalizerState
 from common.replay import ReplayState, interrupt
 
 from common.run.logger import ends_log_point
@@ -352,17 +353,29 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
 def go_on_from(trainer: Trainer, state: Any, step: int) -> None:
     """Put a restored state into `trainer.state`, with new environments where they lie outside JAX.
 
-    These start new episodes with new seeds, and replay does not join the rows before and after.
+    These start new episodes with new seeds and without a memory or a return so far, and replay does
+    not join the rows before and after.
     """
     if not trainer.env.restorable:
         trainer.env.close()
         trainer.env = make_env(trainer.config, first_step=step)
         state = state._replace(env=trainer.env.reset(state.key))
-        parts = state._asdict().items()
-        cut = {name: interrupt(part) for name, part in parts if isinstance(part, ReplayState)}
-        state = state._replace(**cut)
+        state = jax.tree.map(
+            _cut_off, state, is_leaf=lambda part: isinstance(part, ReplayState | NormalizerState)
+        )
+        if hasattr(state, "core"):
+            state = state._replace(core=jax.tree.map(jnp.zeros_like, state.core))
     # All on one footing: restored arrays are bound to a device, and a mix would compile twice.
     trainer.state = jax.device_put(state, jax.devices()[0])
+
+
+def _cut_off(part: Any) -> Any:
+    """Return a part of a state as it is where the episodes that it stems from are gone."""
+    if isinstance(part, ReplayState):
+        return interrupt(part)
+    if isinstance(part, NormalizerState):
+        return part._replace(running_return=jax.tree.map(jnp.zeros_like, part.running_return))
+    return part
 
 
 def _set_damaged_aside(checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
