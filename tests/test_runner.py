@@ -1,5 +1,6 @@
 """The run folder, the command line, the logs, and the cores that a run takes."""
 
+import contextlib
 import csv
 import dataclasses
 import inspect
@@ -609,8 +610,24 @@ def test_the_console_takes_nothing_for_markup(capsys):
     assert capsys.readouterr().out == "[red]a[/red] [/b] :smile: " + "x" * 300 + "\n"
 
 
+def test_a_full_disk_and_a_reader_that_is_gone_end_no_run(monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    make_console().print("a line")
+    with contextlib.suppress(OSError):
+        full.close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:  # neither does its last flush fail
+        monkeypatch.setattr(sys, "stdout", pipe)
+        make_console().print("a line")
+        make_console().print("another")
+
+
 class Learner:
     """A trainer whose second weight is not finite from step 24 on."""
+
+    config = SimpleNamespace(total_timesteps=40)
 
     def __init__(self):
         self.state = type("State", (), {"step": 0, "learner": {"w": [jnp.ones(2)] * 2}})
@@ -629,6 +646,13 @@ def test_check_finite_names_the_parameter_and_passes_on_log_points():
         for log_data in check_finite(16)(Learner.__call__)(Learner()):
             seen.append((log_data["sample_step"], log_data["log_type"]))
     assert seen == [(16, "collect"), (16, "train")]
+
+
+def test_check_finite_passes_on_the_last_log_point():
+    trainer = Learner()
+    points = [log(step, "train", loss=2.0) for step in range(8, 41, 8)]
+    passed = [x["sample_step"] for x in check_finite(16)(call_of(*points))(trainer)]
+    assert passed == [16, 32, 40]
 
 
 def test_check_finite_names_the_metric():

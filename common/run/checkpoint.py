@@ -141,10 +141,10 @@ class Checkpoints:
         path = self.folder / str(step)
         path.rename(path.with_name(f"{step}.damaged-{time.time_ns()}"))
 
-    def drop_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps."""
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps: they could not be read now, and may be whole."""
         for later in (s for s in self.steps() if s > step):
-            shutil.rmtree(self.folder / str(later))
+            self.set_aside(later)
         write_atomically(self.folder / LATEST, str(step))
 
 
@@ -344,7 +344,7 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     """
     _set_damaged_aside(Checkpoints(folder), say)
     state, step = restore_state(trainer, folder, None, say)
-    Checkpoints(folder).drop_after(step)
+    Checkpoints(folder).set_aside_after(step)
     new_episodes = f": {trainer.config.env_id} starts new episodes"
     say(f"resuming at step {step}{'' if trainer.env.restorable else new_episodes}")
     go_on_from(trainer, state, step)

@@ -353,7 +353,19 @@ class ConsoleSink:
             self._progress.stop()
 
 
+class _LastingConsole(Console):
+    """A console that prints what it can: a full disk or a reader that is gone ends no run."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        # Nor may the flush at the end of the process fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def make_console() -> Console:
     """Return a console on standard output that never wraps, nor takes [a] or :b: for markup."""
     width = None if sys.stdout.isatty() else 200
-    return Console(width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return _LastingConsole(width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)

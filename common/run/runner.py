@@ -471,7 +471,7 @@ def _unless(received: list[signal.Signals]) -> Callable[[Call], Call]:
 def check_finite(log_frequency: int) -> Callable[[Call], Call]:
     """Decorate a `Trainer.__call__` that yields every vector step: stop at the first NaN.
 
-    Log points between multiples of `log_frequency` are checked, but not passed on.
+    Log points between multiples of `log_frequency` are checked, but not passed on, save the last.
 
     Raises:
         UserError: names the first metric, else the first array of the learner, that is not finite.
@@ -484,7 +484,8 @@ def check_finite(log_frequency: int) -> Callable[[Call], Call]:
                 for log_data in inner:
                     step = log_data["sample_step"]
                     _check_finite(step, log_data["logs"], trainer.state.learner)
-                    if step // log_frequency > last // log_frequency:
+                    is_last = step >= trainer.config.total_timesteps
+                    if is_last or step // log_frequency > last // log_frequency:
                         yield log_data
                     if ends_log_point(log_data):
                         last = step
