@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.ranges import NonNegative, Positive, Range
 
 from common.run import threads
@@ -60,7 +60,10 @@ def main(options: EvaluateOptions) -> None:
 
         trainer = policy.trainer
         path = video_path(Path(options.run_dir), policy.step)
-        save_video(trainer.evaluator, trainer.state.learner, path)
+        try:
+            save_video(trainer.evaluator, trainer.state.learner, path)
+        except OSError as error:
+            raise UserError(f"--video {path} cannot be written ({one_line(error)})") from error
         print(f"video: {path}")
 
 

@@ -22,6 +22,7 @@ def updates_until(step: Array, start: int, updates_per_step: float) -> Array:
     """
     ratio = Fraction(updates_per_step).limit_denominator(1_000)
     steps = jnp.maximum(step - start, 0)
-    # In two parts, or the product would overflow.
+    # In parts, or the product would overflow.
+    each, more = divmod(ratio.numerator, ratio.denominator)
     whole, rest = steps // ratio.denominator, steps % ratio.denominator
-    return whole * ratio.numerator + rest * ratio.numerator // ratio.denominator
+    return steps * each + whole * more + rest * more // ratio.denominator

@@ -517,6 +517,13 @@ def test_evaluate_flags(capsys, tmp_path):
     check(evaluate(tmp_path, "--checkpoint", "first"), ["'first'", "latest or best"], tmp_path)
     folder, _ = finished_run()
     check(evaluate(folder, "--checkpoint", "123"), ["step 123", "4000"], tmp_path)
+    check(evaluate(folder, "--checkpoint", "1" * 5_000), ["latest or best"], tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "videos", ignore_errors=True)
+    (copy / "videos").touch()
+    ran = evaluate(copy, "--video", "--episodes", 1)
+    assert ran.code == 2 and ran.err.startswith("error: --video ") and ran.err.count("\n") == 1
 
 
 CONFIGS: dict[str, tuple[str, list[str]]] = {

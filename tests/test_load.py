@@ -49,6 +49,16 @@ def test_policy_refuses_other_shapes(policy, shape):
     assert str(shape) in str(raised.value)
 
 
+def test_reset_forgets_the_rows_that_it_is_told_whatever_their_type():
+    policy = Policy(ppo_rnn.Trainer(ppo_rnn.Config(env_id="gymnax/CartPole-v1")), 0)
+    policy.predict(np.ones((2, 4), np.float32))
+    before = jax.tree.map(np.asarray, policy._core)
+    policy.reset([1, 0])
+    for now, then in zip(jax.tree.leaves(policy._core), jax.tree.leaves(before), strict=True):
+        assert not now[0].any() and then.any(axis=1).all()
+        np.testing.assert_array_equal(now[1], then[1])
+
+
 def test_load_a_step_and_the_best(policy):
     folder, _ = finished_run()
     rows = read_metrics(folder / "metrics.csv")

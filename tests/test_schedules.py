@@ -42,3 +42,8 @@ def test_updates_until_does_not_overflow(ratio, updates):
     steps = jnp.array([2_000_000_000, 2_000_001_000], jnp.int32)
     due = updates_until(steps, 1_000, ratio)
     assert due.tolist() == [(updates * 10**6) - updates // 2, updates * 10**6]
+
+
+def test_updates_until_takes_a_ratio_of_large_parts():
+    # 999 * 3,000.001 is 2,997,000.999.
+    assert int(updates_until(jnp.int32(999), 0, 3000.001)) == 2_997_000

@@ -154,7 +154,7 @@ def checkpoint_of(text: str) -> int | str:
     """
     if text in ("latest", "best"):
         return text
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 20:  # Python reads no number of thousands of digits
         raise UserError(f"--checkpoint must be a step, latest or best, got {text!r}")
     return int(text)
 

@@ -59,7 +59,8 @@ class Policy:
         if started is None or self._core is None:
             self._core = None
         else:
-            self._core = jax.tree.map(lambda x: x * ~np.asarray(started)[:, None], self._core)
+            begins = np.asarray(started, bool)[:, None]
+            self._core = jax.tree.map(lambda x: jnp.where(begins, 0, x), self._core)
 
 
 def load(
