@@ -32,13 +32,12 @@ ROLLOUT = {"total_timesteps": 8_192, "log_frequency": 2_048}
 NORMALIZED = {"normalize_obs": True}
 VALUE_BASED = (
     *("double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn"),
-    *("c51", "qr_dqn", "iqn", "rainbow"),
+    *("c51", "qr_dqn", "iqn", "rainbow", "r2d2"),
 )
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dqn", CARTPOLE | REPLAY),
     ("dqn", CARTPOLE | REPLAY | {"num_envs": 1, "n_step": 3, "train_frequency": 4, "tau": 0.5}),
     *((algo, CARTPOLE | REPLAY) for algo in VALUE_BASED),
-    ("r2d2", CARTPOLE | REPLAY | {"sequence_length": 20, "sequence_period": 10, "num_steps": 20}),
     ("ppo", CARTPOLE | ROLLOUT),
     ("ppo", CARTPOLE | ROLLOUT | NORMALIZED | {"target_kl": 0.003, "learning_rate": 2e-3}),
     ("ppo", PENDULUM | ROLLOUT | NORMALIZED | {"normalize_reward": True, "num_minibatches": 2}),
