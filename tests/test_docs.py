@@ -65,7 +65,7 @@ def written(value):
     """A value of a Config as tables write it."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "on", False: "off"}[value]
-    return value.strip("`") if isinstance(value, str) else float(value)
+    return value if isinstance(value, str) else float(value)
 
 
 def named(cell):
