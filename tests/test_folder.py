@@ -1,7 +1,9 @@
 """`common.save` and `common.load` around a trainer that is driven by hand."""
 
 import contextlib
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -149,6 +151,11 @@ def refused(trainer, folder, *words):
         assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def full_disk(path, content):
+    path.touch()
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_folder_that_holds_something_else(saved, tmp_path):
     folder, trainer = saved
     refused(trainer, folder, "has reached step 400 and the trainer is at 400", "another folder")
@@ -176,6 +183,21 @@ def test_a_folder_that_cannot_be_written(saved, tmp_path):
     later = train(load(tmp_path / "held").trainer, 600)
     with hold(tmp_path / "held"):
         refused(later, tmp_path / "held", "in use by another process")
+
+
+def test_a_save_that_failed_can_be_tried_again(saved, tmp_path, monkeypatch):
+    _, trainer = saved
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        refused(trainer, tmp_path / "run", "cannot save to", "No space left")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    save(trainer, tmp_path / "run")
+    assert load(tmp_path / "run").step == 400
+
+
+def test_a_folder_that_cannot_be_locked(saved, tmp_path):
+    (tmp_path / "lock").mkdir()
+    refused(saved[1], tmp_path, f"cannot lock {tmp_path}", "Is a directory", "file locks")
 
 
 def test_code_that_stands_in_no_file(saved, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -35,10 +36,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from algos import impala, ppo_rnn, r2d2
 from algos.dqn import Config, Trainer
 from common import __version__, load
+from common.envs.env import NOT_FINITE
 from common.errors import UserError
 
-from common.run.checkpoint import Checkpoints, checkpointer, go_on_from, restore_state, resume
+from common.run.checkpoint import (
+    Checkpoints,
+    checkpointer,
+    go_on_from,
+    restore_state,
+    resume,
+    save_checkpoint,
+)
 from common.run.logger import logger, read_metrics
+from common.run.seeds import batch_seeds
 
 TOTAL = 16_000
 LIFE_FLAGS = [
@@ -540,6 +550,36 @@ def test_new_episodes_begin_without_a_memory_and_a_return(module):
         if module is ppo_rnn:
             running_return = trainer.state.learner.normalizer.running_return
             np.testing.assert_array_equal(running_return, 50.0 * restorable)
+
+
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_an_environment_in_jax_ended_goes_on(tmp_path, num_seeds):
+    flags = {"learning_starts": 400, "total_timesteps": 1600, "log_frequency": 800}
+    config = Config(env_id="gymnax/CartPole-v1", buffer_size=2000, **flags)
+
+    def make() -> Trainer:
+        trainer = Trainer(config)
+        if num_seeds > 1:
+            batch_seeds(trainer, num_seeds)
+        return trainer
+
+    ended, said = make(), []
+    list(itertools.islice(ended(), 2))
+    first = (0,) * (num_seeds > 1)  # of two seeds, only one is at fault
+    env, newest = ended.state.env, (*first, ended.state.replay.position - 1, 0)
+    env = env._replace(fault=env.fault.at[first].set(NOT_FINITE), obs=env.obs.at[first].set(np.nan))
+    storage = ended.state.replay.storage
+    storage = storage._replace(reward=storage.reward.at[newest].set(np.nan))
+    ended.state = ended.state._replace(env=env, replay=ended.state.replay._replace(storage=storage))
+    save_checkpoint(tmp_path / "c", 1, ended, None)
+
+    trainer = make()
+    resume(trainer, tmp_path / "c", said.append)
+    assert said == ["resuming at step 800: gymnax/CartPole-v1 starts new episodes"]
+    assert not trainer.state.env.fault.any() and np.isfinite(trainer.state.env.obs).all()
+    assert not trainer.state.replay.storage.valid[newest[:-1]].any()
+    logs = [log_data["logs"] for log_data in trainer()][-1]
+    assert int(trainer.state.step) == 1600 and np.isfinite(logs["losses/td_loss"])
 
 
 def test_environments_outside_jax_are_not_saved(tmp_path):

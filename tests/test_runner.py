@@ -519,7 +519,7 @@ def test_after_a_signal_no_log_point_comes_twice(second, passed_on):
 def test_csv_drops_rows_beyond_the_restored_step(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text(
-        "step,seconds,name,value\n100,2.0,a,1.5\n200,3.0,a,nan\n300,4.0,a,3.5\n300,5.0,b,\n400,"
+        "step,seconds,name,value\n100,2.0,a,1.5\n200,3.0,a,nan\n300,4.0,a,3.5\n300,5.0,b,\n400,6.0,a,1"
     )
     assert [row[0] for row in read_metrics(path)] == [100, 200, 300]  # torn rows are no rows
     sink = CsvSink(path, 200, time.time() - 7)

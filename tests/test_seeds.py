@@ -112,6 +112,17 @@ def test_a_batch_goes_on(batch_run, tmp_path):
     ran = run_forked(*flags, module="algos.ppo")
     assert ran.code == 0, ran.err
     assert load(folder / "seed_2").step == 8192
+    one = ("--resume", folder / "seed_1", "--total-timesteps", 10240)
+    ran = run_forked(*one, module="algos.ppo")
+    assert ran.code == 0, ran.err
+    shutil.rmtree(folder / "seed_2")
+    ran = run_forked(*flags, module="algos.ppo")  # all is done: only what is missing is written
+    assert (ran.code, ran.err) == (0, "") and "all 8,192 steps are done" in ran.out
+    assert load(folder / "seed_1").step == 10240 and load(folder / "seed_2").step == 8192
+    shutil.rmtree(folder / "seed_3")
+    (folder / "seed_3").touch()
+    ran = run_forked(*flags, module="algos.ppo")
+    assert (ran.code, ran.err) == (0, "") and "policies of the seeds are missing" in ran.out
     ran = run_forked(*flags, "--num-seeds", 2, module="algos.ppo")
     assert ran.code == 2
     assert "--num-seeds 2 differs from 3" in ran.err

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from common.envs import make_env
+from common.envs import Env, make_env
 from common.errors import UserError, one_line
 from common.normalize import NormalizerState
 from common.replay import ReplayState, interrupt
 
 from common.run.logger import ends_log_point
+from common.run.seeds import for_each_seed
 from common.run.trainer import Call, Trainer, TrainState
 
 CHECKSUMS, LATEST = "checksums.json", "latest_step"
@@ -165,8 +166,11 @@ def _crc32(path: Path) -> int:
 def write_atomically(path: Path, content: str) -> None:
     """Write in one step: a kill leaves the old file or the new one."""
     fresh = path.with_suffix(".tmp")
-    fresh.write_text(content)
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(content)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _is_large(x: Any) -> bool:
@@ -346,7 +350,7 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     state, step = restore_state(trainer, folder, None, say)
     Checkpoints(folder).set_aside_after(step)
     new_episodes = f": {trainer.config.env_id} starts new episodes"
-    say(f"resuming at step {step}{'' if trainer.env.restorable else new_episodes}")
+    say(f"resuming at step {step}{new_episodes if _starts_anew(trainer.env, state) else ''}")
     go_on_from(trainer, state, step)
 
 
@@ -354,19 +358,31 @@ def go_on_from(trainer: Trainer, state: Any, step: int) -> None:
     """Put a restored state into `trainer.state`, with new environments where they lie outside JAX.
 
     These start new episodes with new seeds and without a memory or a return so far, and replay does
-    not join the rows before and after.
+    not join the rows before and after. Those in JAX do so if the run ended because one had failed.
     """
     if not trainer.env.restorable:
         trainer.env.close()
         trainer.env = make_env(trainer.config, first_step=step)
-        state = state._replace(env=trainer.env.reset(state.key))
-        state = jax.tree.map(
-            _cut_off, state, is_leaf=lambda part: isinstance(part, ReplayState | NormalizerState)
-        )
-        if hasattr(state, "core"):
-            state = state._replace(core=jax.tree.map(jnp.zeros_like, state.core))
+    if _starts_anew(trainer.env, state):
+        start_anew = partial(_with_new_episodes, trainer.env)
+        state = for_each_seed(start_anew, state) if trainer.env.seeds_axis else start_anew(state)
     # All on one footing: restored arrays are bound to a device, and a mix would compile twice.
     trainer.state = jax.device_put(state, jax.devices()[0])
+
+
+def _starts_anew(env: Env, state: Any) -> bool:
+    return not env.restorable or bool((state.env.fault != 0).any())
+
+
+def _with_new_episodes(env: Env, state: Any) -> Any:
+    env_key, key = jax.random.split(state.key)
+    state = state._replace(env=env.reset(env_key), key=key)
+    state = jax.tree.map(
+        _cut_off, state, is_leaf=lambda part: isinstance(part, ReplayState | NormalizerState)
+    )
+    if hasattr(state, "core"):
+        state = state._replace(core=jax.tree.map(jnp.zeros_like, state.core))
+    return state
 
 
 def _cut_off(part: Any) -> Any:

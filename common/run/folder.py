@@ -17,6 +17,7 @@ from common.run.checkpoint import Checkpoints, is_lost, save_checkpoint, write_a
 from common.run.config import flag_of, read_object
 from common.run.trainer import RunConfig, Trainer
 
+LOCK = "lock"
 MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
 
 
@@ -62,12 +63,17 @@ def write_config(folder: Path, flags: dict[str, Any], source: Path) -> None:
 
 def hold(folder: Path) -> IO:
     """Keep other processes from training in a run folder until this one ends, however it ends."""
-    lock = (folder / "lock").open("w")
     try:
+        lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(
             f"{folder} is in use by another process; wait until it ends, or stop it"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"cannot lock {folder} ({error}); give a folder that you may write to, on a disk that "
+            "has space and file locks"
         ) from error
     return lock
 
@@ -97,7 +103,7 @@ def _earlier_flags(folder: Path, trainer: Trainer, algo: str) -> dict[str, Any]:
     """Return what config.json says in a folder that `trainer` may be saved to."""
     if is_lost(trainer.state):
         raise UserError("the trainer was interrupted and has lost its arrays; make a new one")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir()):
         return {}
     try:
         saved = read_object(folder / "config.json")

@@ -198,10 +198,13 @@ class CsvSink:
 
 
 def read_metrics(path: Path) -> list[tuple[int, float, str, float]]:
-    """Return the rows of a metrics.csv: step, seconds, name, value; torn ones are left out."""
+    """Return the rows of a metrics.csv: step, seconds, name, value; torn ones are left out.
+
+    The last line is torn if nothing ends it: what stands there may be half a number.
+    """
     rows = []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for line in (line for line in file if line.endswith("\n")):
             with contextlib.suppress(ValueError, csv.Error, StopIteration):
                 step, seconds, name, value = next(csv.reader([line]))
                 rows.append((int(step), float(seconds), name, float(value)))

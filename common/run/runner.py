@@ -172,10 +172,10 @@ class _Run:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
             folder = _make_unique(Path(self.logging.runs_dir), name)
-            self._lock = hold(folder)
             try:
+                self._lock = hold(folder)
                 write_config(folder, self._flags(), self.source)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise UserError(
                     f"cannot write into the run folder {folder} ({error}); give another --runs-dir"
@@ -342,8 +342,12 @@ class _Run:
             f"run folder: {folder}",
         ]
         if self.run.num_seeds > 1:
-            self._save_seeds(trainer, logs)
             lines.append(f"policies: its folders seed_{first} to seed_{last}")
+            try:
+                self._save_seeds(trainer, logs)
+            except Exception as error:  # orbax has many
+                reason = one_line(error)[:200]
+                lines[-1] = f"policies of the seeds are missing ({reason}); free space, --resume"
         lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self.video)
@@ -381,15 +385,19 @@ class _Run:
         return [f"best checkpoint: step {step:,}, {kind} {shown}"]
 
     def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
-        """Give every seed a run folder of its own, to load, to evaluate and to go on with."""
+        """Give every seed a run folder of its own, to load, to evaluate and to go on with.
+
+        One that has reached this step, or went on by itself, stays as it is.
+        """
         for index in range(self.run.num_seeds):
             seed = self.config.seed + index
-            folder = self.folder() / f"seed_{seed}"
-            folder.mkdir(exist_ok=True)
-            write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
-            state = state_of_seed(trainer.state, index)
-            mean = logs.get(f"seed_{seed}/evaluation_return")
-            Checkpoints(folder / "checkpoints", keep=1).save(int(state.step), state, mean)
+            folder, state = self.folder() / f"seed_{seed}", state_of_seed(trainer.state, index)
+            checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+            if max(checkpoints.steps(), default=-1) < int(state.step):
+                folder.mkdir(exist_ok=True)
+                write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
+                mean = logs.get(f"seed_{seed}/evaluation_return")
+                checkpoints.save(int(state.step), state, mean)
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
         from common.run.curve import save_curve

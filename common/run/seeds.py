@@ -1,5 +1,6 @@
 """Many seeds in one program: the whole training process under `vmap`, for JAX environments."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,6 +58,12 @@ def state_of_seed(state: TrainState, index: int) -> Any:
         state,
         is_leaf=lambda axis: axis is None,
     )
+
+
+def for_each_seed(change: Callable[[Any], Any], state: Any) -> Any:
+    """Return the TrainState of all seeds after `change(state) -> state` of each."""
+    axes = _axes(state)
+    return jax.vmap(change, in_axes=(axes,), out_axes=axes)(state)
 
 
 def _axes(state: TrainState) -> Any:
