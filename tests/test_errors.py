@@ -113,6 +113,7 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "config missing": ("--config nowhere.json", ["nowhere.json", "--config", "config.json"]),
     "resume missing": ("--resume nowhere", ["nowhere", "--resume", "runs/"]),
     "resume with config": ("--resume a --config b", ["--resume a", "leave out --config b"]),
+    "explorers' flag": ("--in-flight 2", ["--in-flight 2 is for Explorers", "give --explorers N"]),
     "env_module missing": (
         "--env-module no_such_module",
         ["'no_such_module'", "No module named", "PYTHONPATH"],
@@ -474,6 +475,12 @@ def test_runs_dir_that_is_a_file(capsys, tmp_path):
     check(ran, [str(runs), "--runs-dir"], runs)
 
 
+def test_runs_dir_that_leads_nowhere(capsys, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    ran = run_here(capsys, *SHORT, "--runs-dir", tmp_path / "link")
+    check(ran, ["cannot write to --runs-dir", "link"], tmp_path / "gone")
+
+
 def test_runs_dir_where_nobody_may_write(capsys):
     runs = Path("/proc/runs")
     check(run_here(capsys, *SHORT, "--runs-dir", runs), [str(runs), "--runs-dir"], runs)
@@ -544,6 +551,9 @@ CONFIGS: dict[str, tuple[str, list[str]]] = {
     "beyond floats": (f'{{"learning_rate": 1{"0" * 400}}}', ["--learning-rate", "3.40282e+38"]),
     "range": ('{"tau": 2}', ["--tau must be between 0 and 1, got 2"]),
     "preset": ('{"preset": "x"}', ["--preset 'x'", "auto, classic, minatar, atari"]),
+    "config": ('{"config": "c"}', ["'config', which holds for one call", "give --config"]),
+    "resume": ('{"resume": "r"}', ["'resume', which holds for one call", "give --resume"]),
+    "debug": ('{"debug": true}', ["'debug', which holds for one call", "give --debug"]),
 }
 
 
@@ -554,6 +564,14 @@ def test_bad_config_file(capsys, tmp_path, name):
     runs = tmp_path / "runs"
     ran = run_here(capsys, "--config", tmp_path / "config.json", "--runs-dir", runs)
     check(ran, words, runs)
+
+
+def test_a_preset_against_that_of_a_config_file(capsys, tmp_path):
+    """The file's values win over a preset's, so that the flag would change the label alone."""
+    path, runs = tmp_path / "config.json", tmp_path / "runs"
+    path.write_text('{"preset": "classic", "gamma": 0.9}')
+    ran = run_here(capsys, "--config", path, "--preset", "atari", "--runs-dir", runs)
+    check(ran, [f"--preset atari differs from the preset classic in {path}", "leave out"], runs)
 
 
 @pytest.fixture
@@ -590,11 +608,17 @@ def test_resume_by_another_algorithm(capsys, run_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "before"), [("num-envs", "4", "8"), ("env-id", "Acrobot-v1", "CartPole-v1")]
+    ("flag", "value", "before"),
+    [
+        ("num-envs", "4", "8"),
+        ("env-id", "Acrobot-v1", "CartPole-v1"),
+        ("preset", "atari", "the preset classic"),
+    ],
 )
 def test_resume_with_other_flags(capsys, run_folder, tmp_path, flag, value, before):
     ran = run_here(capsys, "--resume", run_folder, f"--{flag}", value)
-    words = [f"--{flag} {value} differs from {before}", "--total-timesteps"]
+    words = [f"--{flag} {value} differs from {before}"]
+    words += [] if flag == "preset" else ["--total-timesteps"]
     check(ran, words, tmp_path / "runs")
 
 

@@ -287,6 +287,14 @@ def test_env_kwargs_leave_those_of_the_preset_whose_keys_are_not_given(tmp_path)
     assert env_kwargs("--config", str(tmp_path / "c.json")) == ("frame_skip=2",)
 
 
+def test_a_config_files_own_preset_may_be_named_again(tmp_path):
+    (tmp_path / "c.json").write_text('{"preset": "atari", "batch_size": 64}')
+    options = parse("--config", tmp_path / "c.json", "--preset", "atari")
+    assert options.run.preset == "atari" and options.config.buffer_size == 1_000_000
+    chosen = parse("--config", tmp_path / "c.json", "--preset", "auto", "--env-id", "Pong-v5")
+    assert chosen.run == options.run
+
+
 def test_flags_win_over_the_preset():
     options = parse("--env-id", "Pong-v5", "--batch-size", 64)
     assert (options.config.batch_size, options.config.buffer_size) == (64, 1_000_000)

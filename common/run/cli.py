@@ -29,6 +29,7 @@ from common.run.trainer import Presets, RunConfig
 
 ABBREVIATIONS = {"--lr": "--learning-rate", "--bs": "--batch-size", "--steps": "--total-timesteps"}
 Episodes = Annotated[int, Range(at_least=0, at_most=100_000)]  # of evaluation, counted in 32 bits
+NOT_SAVED = {"config", "resume", "debug"}  # fields of RunOptions that no config.json has
 ENVIRONMENT_FIELDS = {
     *("env_id", "env_backend", "env_module", "env_kwargs", "num_envs", "env_workers")
 }
@@ -140,10 +141,19 @@ def parse(
     if flat["env_kwargs"] != defaults.get("env_kwargs", ()):
         flat["env_kwargs"] = _over_preset(flat["env_kwargs"], of_preset)
     run = RunOptions(**vars(parsed.run) | {"preset": defaults["preset"]})
+    _check_explorer_flags(parsed.explorers, _with_defaults(ExplorerOptions, defaults))
     options = Options(config_class(**flat), parsed.logging, run, parsed.explorers)
     check_ranges(options.run)
     check_ranges(options.explorers)
     return options
+
+
+def _check_explorer_flags(given: ExplorerOptions, defaults: ExplorerOptions) -> None:
+    for name, value in vars(given).items():
+        if not given.explorers and value != getattr(defaults, name) and name != "explorers":
+            raise UserError(
+                f"{flag_of(name)} {value} is for Explorers, and there are none; give --explorers N"
+            )
 
 
 def checkpoint_of(text: str) -> int | str:
@@ -177,11 +187,17 @@ def _early_flags(args: Sequence[str]) -> argparse.Namespace:
 def _defaults(config_class: type, presets: Presets, early: argparse.Namespace) -> dict[str, Any]:
     saved = _saved_flags(config_class, early)
     env_id = early.env_id or saved.get("env_id") or config_class().env_id
-    preset = early.preset or saved.get("preset") or "auto"
+    of_file = saved.get("preset") or "auto"
+    preset = early.preset or of_file
     if preset == "auto":
         preset = _auto_preset(env_id, early.env_backend or saved.get("env_backend"), presets)
     if preset not in presets:
         raise UserError(f"unknown --preset {preset!r}; accepted are auto, {', '.join(presets)}")
+    if of_file not in ("auto", preset):
+        raise UserError(
+            f"--preset {preset} differs from the preset {of_file} in "
+            f"{early.config or early.resume}, whose values would stay; leave out one of them"
+        )
     return presets[preset] | saved | {"preset": preset}
 
 
@@ -244,6 +260,11 @@ def _read_config(path: Path, flag: str, config_class: type) -> dict[str, Any]:
     saved = _read_json(path, flag)
     for name in ("algo", "version"):
         saved.pop(name, None)
+    for name in NOT_SAVED & saved.keys():
+        raise UserError(
+            f"{flag}: {path} has the entry {name!r}, which holds for one call alone; leave it out, "
+            f"and give {flag_of(name)}"
+        )
     options = (config_class, LoggingOptions, RunOptions, ExplorerOptions)
     return field_values(saved, options, f"{flag}: {path}")
 

@@ -185,7 +185,7 @@ class _Run:
 
     def _flags(self) -> dict[str, Any]:
         run = dataclasses.asdict(self.run)
-        for name in ("config", "resume", "debug"):
+        for name in cli.NOT_SAVED:
             del run[name]
         trained = config_flags(self.algo, self.config, self.run.num_seeds)
         explorers = dataclasses.asdict(self.explorers)
@@ -529,7 +529,8 @@ def _make_unique(parent: Path, name: str) -> Path:
 
 def _check_writable(path: Path, flag: str) -> None:
     try:
-        existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        paths = path.absolute(), *path.absolute().parents
+        existing = next(p for p in paths if p.exists() or p.is_symlink())  # it may lead nowhere
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(
