@@ -84,7 +84,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self)
-        check_rollout(self)
+        check_rollout(self, self.update_epochs * self.num_minibatches)
         what = f"--num-envs {self.num_envs}, whose sequences stay whole"
         check_minibatches(self.num_minibatches, self.num_envs, what)
 

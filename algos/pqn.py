@@ -72,7 +72,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self)
-        check_rollout(self)
+        check_rollout(self, self.update_epochs * self.num_minibatches)
         size = self.num_envs * self.num_steps
         what = (
             f"a rollout of --num-envs {self.num_envs} times --num-steps {self.num_steps} = {size}"

@@ -54,7 +54,7 @@ class Categorical(NamedTuple):
         return jax.nn.softmax(self.logits)
 
     def log_probs(self) -> Array:
-        """Log π(a) of every action [..., A], for sums over π(a): 0 where π(a) = 0."""
+        """Log π(a) of every action [..., A], for sums over π(a): finite where π(a) = 0."""
         return _finite(jax.nn.log_softmax(self.logits))
 
     def log_prob(self, action: Array) -> Array:

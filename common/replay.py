@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from common import sum_tree
 from common.errors import UserError
+from common.ranges import SMALLEST
 from common.sharding import shard_rows
 from common.sum_tree import SumTree
 
@@ -98,7 +99,8 @@ class Replay:
             trajectory, 1 behind it and frame_stack - 1 before it.
 
     Raises:
-        UserError: if the capacity does not hold one sequence of returns of stacked observations.
+        UserError: if the capacity does not hold one sequence of returns of stacked observations,
+            or the smallest priority is 0 in float32.
     """
 
     capacity: int
@@ -116,6 +118,11 @@ class Replay:
             raise UserError(
                 "--n-step and --frame-stack must be at least 1, got "
                 f"{self.n_step}, {self.frame_stack}"
+            )
+        if PRIORITY_OF_NOTHING**self.priority_exponent < SMALLEST:
+            raise UserError(
+                f"--priority-exponent {self.priority_exponent} gives rows without an error the "
+                "priority 0 in float32, with which they are never drawn; use 6 or less"
             )
         if not 1 <= self.sequence_period <= self.sequence_length:
             raise UserError(
@@ -154,11 +161,12 @@ class Replay:
         return self.sequence_length + self.n_step
 
     def init(self, obs: Any, action: Any, extras: Any = ()) -> ReplayState:
-        """Return an empty buffer for rows like these [N, ...], given as arrays or shapes.
+        """Return an empty buffer for rows like the first ones [N, ...], or of their shapes.
 
         Raises:
-            UserError: frame_stack is not the number of frames that observations stack, or the
-                buffer is larger than the memory that is free.
+            UserError: frame_stack is not the number of frames that observations stack, the first
+                stacks hold other frames than their newest, or the buffer is larger than the memory
+                that is free.
         """
         if self.frame_stack > 1:
             self._check_stack(obs)
@@ -500,6 +508,13 @@ class Replay:
             raise UserError(
                 f"--frame-stack {self.frame_stack} needs observations that stack as many frames "
                 f"along their first axis, got {shape and shape[1:]}; use --frame-stack 1"
+            )
+        is_known = isinstance(obs, np.ndarray | Array) and not isinstance(obs, jax.core.Tracer)
+        if is_known and not _is_repeated_frame(obs).all():
+            raise UserError(
+                f"--frame-stack {self.frame_stack} needs environments whose episodes begin with "
+                "the first frame in all places of the stack, such as Gymnasium's "
+                "FrameStackObservation with padding_type='reset'; use that, or --frame-stack 1"
             )
 
     def _check_memory(self, row: Transition, num_starts: int) -> None:

@@ -155,6 +155,11 @@ BAD_ROLLOUT_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         "--num-minibatches 16",
         ["--num-minibatches 16 does not divide --num-envs 8", "whole"],
     ),
+    "too many updates": (
+        "ppo",
+        "--update-epochs 1000000 --num-minibatches 512",
+        ["512000000 updates of each rollout", "in --total-timesteps 500000; lower one of them"],
+    ),
     "less than a rollout": (
         "ppo",
         "--total-timesteps 508",

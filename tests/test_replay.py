@@ -3,6 +3,7 @@
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,6 +303,7 @@ def test_too_little_data_has_no_weight():
         ({"capacity": 3, "n_step": 2, "frame_stack": 2}, "--buffer-size 3"),
         ({"capacity": 10, "n_step": 0}, "at least 1"),
         ({"capacity": 10, "frame_stack": 0}, "at least 1"),
+        ({"capacity": 10, "priority_exponent": 6.5}, "--priority-exponent 6.5 .* use 6 or less"),
         ({"capacity": 99, "sequence_length": 4, "sequence_period": 5}, "at least every 4"),
         ({"capacity": 8, "sequence_length": 4, "sequence_period": 3}, "sequences of 4.*least 9"),
         ({"capacity": 53, "block_length": 54}, "--buffer-size 53.*blocks of 54 rows.*least 54"),
@@ -317,6 +319,21 @@ def test_frame_stack_must_fit_the_observation():
     replay = Replay(capacity=10, num_envs=1, gamma=GAMMA, frame_stack=4)
     with pytest.raises(UserError, match="--frame-stack 4"):
         replay.init(jnp.zeros((1, 3, 5, 5)), jnp.zeros(1, jnp.int32))
+
+
+def test_frame_stack_must_begin_with_one_frame():
+    """Else no row says where an episode begins, and stacks would reach into the one before it."""
+    envs = gym.vector.SyncVectorEnv([lambda: padded("reset"), lambda: padded("zero")])
+    obs, _ = envs.reset(seed=1)
+    options = {"capacity": 10, "gamma": GAMMA, "frame_stack": 4}
+    with pytest.raises(UserError, match="padding_type='reset'; use that, or --frame-stack 1"):
+        Replay(num_envs=2, **options).init(jnp.asarray(obs), jnp.zeros(2, jnp.int32))
+    Replay(num_envs=1, **options).init(jnp.asarray(obs[:1]), jnp.zeros(1, jnp.int32))
+
+
+def padded(padding_type: str) -> gym.Env:
+    env = gym.make("CartPole-v1")
+    return gym.wrappers.FrameStackObservation(env, 4, padding_type=padding_type)
 
 
 def test_merge_needs_equal_lanes():
@@ -721,7 +738,7 @@ def test_golden_blocks():
     replay = Replay(11, 1, 0.5, 2, 2, 1.0, block_length=5)
     assert replay.num_rows == 10
     rows = [counter_row(i, stack=[i - 1, i]) for i in range(10)]
-    state, add = replay.init(rows[0].obs, rows[0].action), compiled(replay.add_block)
+    state, add = compiled(replay.init)(rows[0].obs, rows[0].action), compiled(replay.add_block)
     state = add(state, stacked(rows[1:5]), jnp.array([[-3.0], [2.0], [1.0]]))
     assert state.storage.obs.ravel().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
     assert state.storage.valid.ravel().tolist() == [*[0, 1, 1, 1, 0], *[0] * 5]

@@ -129,11 +129,15 @@ def check_updates(updates_per_step: float, total_timesteps: int) -> None:
         )
 
 
-def check_rollout(config: RolloutConfig) -> None:
-    """Check that a run has at least one rollout.
+def check_rollout(config: RolloutConfig, num_updates: int = 1) -> None:
+    """Check that a run has at least one rollout, and that all its updates can be counted.
+
+    Args:
+        config: of the run.
+        num_updates: updates on each rollout.
 
     Raises:
-        UserError: it has none.
+        UserError: it has none, or the count is too large for 32 bits.
     """
     size = config.num_envs * config.num_steps
     if config.total_timesteps < size:
@@ -141,6 +145,12 @@ def check_rollout(config: RolloutConfig) -> None:
             f"--total-timesteps {config.total_timesteps} is less than a rollout of --num-envs "
             f"{config.num_envs} times --num-steps {config.num_steps} = {size}; use at least "
             f"{size}, or shorter rollouts"
+        )
+    if config.total_timesteps // size * num_updates > LARGEST[int]:
+        raise UserError(
+            f"--update-epochs and --num-minibatches make {num_updates} updates of each rollout, "
+            f"more than {LARGEST[int]} in --total-timesteps {config.total_timesteps}; lower one of "
+            "them"
         )
 
 
