@@ -78,8 +78,9 @@ def main(options: PlotOptions) -> None:
 
 
 def seeds_or_itself(folder: Path) -> list[Path]:
-    """Return a run folder's seeds if they have metrics of their own, else the folder."""
-    return sorted(path.parent for path in folder.glob("seed_*/metrics.csv")) or [folder]
+    """Return a run folder's seeds if all of them have metrics of their own, else the folder."""
+    seeds = sorted(folder.glob("seed_*"))
+    return seeds if seeds and all((seed / "metrics.csv").exists() for seed in seeds) else [folder]
 
 
 def read_run(folder: Path) -> Run:

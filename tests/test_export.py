@@ -182,7 +182,7 @@ def test_images_and_dicts_of_any_batch_size():
     ("args", "part"),
     [
         ([], "give a run folder"),
-        (["nowhere"], "--out nowhere/policy.stablehlo cannot be written"),
+        (["nowhere"], "nowhere is not a run folder"),
         (["run"], "run is not a run folder"),
         (["run", "--checkpoint", "first"], "--checkpoint must be a step, latest or best"),
         (["run", "--out", "nowhere/a"], "--out nowhere/a cannot be written"),

@@ -111,7 +111,10 @@ def test_program(tmp_path, capsys, monkeypatch):
     for seed in (1, 2):
         make_run(Path("seeds", f"seed_{seed}"), [(10, float(seed))], seed=seed)
     make_run(Path("alone"), [(10, 3.0)])
-    (Path("alone") / "seed_1").mkdir()  # a seed without metrics: the folder counts itself
+    # One of two seeds was trained on, the other has no metrics: the folder counts itself.
+    make_run(Path("alone", "seed_1"), [(10, 9.0)], seed=1)
+    (Path("alone") / "seed_2").mkdir()
+    assert plot.seeds_or_itself(Path("alone")) == [Path("alone")]
     make_run(Path("ppo"), [(10, 3.0)], algo="ppo")
     make_run(Path("other"), [(10, 3.0)], metric="charts/SPS")
     ran = run_here(capsys, "seeds", "alone", "alone", "ppo", "other", module="common.plot")
