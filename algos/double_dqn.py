@@ -59,7 +59,7 @@ class Config:
     start_epsilon: Fraction = 1.0  # ε, the exploration rate, at the first step
     end_epsilon: Fraction = 0.05  # ε after exploration_fraction of the run
     exploration_fraction: Fraction = 0.5  # share of the run over which ε falls linearly
-    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.05
+    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; DQN's paper uses 0.05
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 10  # env steps between two updates
 

@@ -9,7 +9,7 @@ Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX   Docs: docs
     L(θ) = E[w δ_t²],  δ_t = y_t - Q(s_t, a_t; θ)                  loss_fn
     p    = η max_t |δ_t| + (1 - η) mean_t |δ_t|                    priority
     θ⁻   = τ θ + (1 - τ) θ⁻                                        sync_target
-    ε_i  = ε^(1 + α i / (N - 1)),  of environment i                sample
+    ε_i  = ε^(1 + α i / (N - 1)),  of environment i                spread_exploration
     a    = argmax_a Q(s, a; θ), or uniform with probability ε_i    epsilon_greedy
 """
 
@@ -64,7 +64,7 @@ class Config:
     tau: Fraction = 1.0  # share of θ in a target update; 1 copies it, as in the paper
     target_network_frequency: Positive[int] = 500  # env steps between two target updates
     batch_size: Positive[int] = 32  # sequences in a minibatch; 64 in the paper
-    sequence_length: Positive[int] = 20  # steps of a sequence that are learned; 40 in the paper
+    sequence_length: Positive[int] = 20  # steps of a sequence that are learned; 80 in the paper
     sequence_period: Positive[int] = 10  # steps from the start of one to the next; 40 there
     burn_in: NonNegative[int] = 10  # steps before them that only warm up the memory; 40 there
     core: Literal["lstm", "gru"] = "lstm"  # recurrent core
@@ -74,7 +74,7 @@ class Config:
     priority_eta: Fraction = 0.9  # η, weight of a sequence's largest error in its priority
     base_epsilon: Fraction = 0.1  # ε, that of the first environment; 0.4 in the paper
     epsilon_exponent: NonNegative[float] = 7.0  # α: the last environment explores with ε^(1 + α)
-    evaluation_epsilon: Fraction = 0.0  # ε in evaluation; the paper uses 0.001
+    evaluation_epsilon: Fraction = 0.0  # ε in evaluation
     learning_starts: NonNegative[int] = 10_000  # env steps before the first update
     train_frequency: Positive[int] = 40  # env steps between two updates
     num_steps: Positive[int] = 40  # steps of each environment that an Explorer sends at once
@@ -104,14 +104,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "frame_stack": 4,
         "target_network_frequency": 40_000,
         "batch_size": 64,
-        "sequence_length": 40,
+        "sequence_length": 80,
         "sequence_period": 40,
         "burn_in": 40,
         "core_size": 512,
         "base_epsilon": 0.4,
         "evaluation_epsilon": 0.001,
         "learning_starts": 80_000,
-        "train_frequency": 640,
+        "train_frequency": 1_280,
     },
 }
 

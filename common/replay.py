@@ -454,7 +454,11 @@ class Replay:
         return storage.at[rows, env[:, None]].get(mode="promise_in_bounds")
 
     def merge(self, state: ReplayState, other: "Replay", other_state: ReplayState) -> ReplayState:
-        """Append the rows of another buffer of the same lanes and options, in time order."""
+        """Append the rows of another buffer of the same lanes and options, in time order.
+
+        Neither buffer is joined to what is written behind it, and rows that miss older frames stay
+        out of what is drawn.
+        """
         if (other.num_envs, other.frame_stack) != (self.num_envs, self.frame_stack):
             raise UserError(
                 f"cannot merge a buffer of {other.num_envs} environments and frame_stack "
@@ -472,11 +476,16 @@ class Replay:
                 "elsewhere they keep no recurrent state; use sequences that start every step"
             )
 
+        is_full = other_state.size == other.num_rows
+
         def append(age: Array, merged: ReplayState) -> ReplayState:
             row = other._time_of(other_state, age)
             storage = jax.tree.map(
                 lambda a, b: a.at[merged.position].set(b[row]), merged.storage, other_state.storage
             )
+            has_frames = ~is_full | (age >= self.frame_stack - 1)
+            valid = has_frames & other_state.storage.valid[row]  # [N]
+            storage = storage._replace(valid=storage.valid.at[merged.position].set(valid))
             starts = other_state.stack_start[row] | (age == 0)
             return ReplayState(
                 storage=storage,
@@ -486,7 +495,7 @@ class Replay:
                 priorities=self._move_priorities(merged, storage.valid),
             )
 
-        return lax.fori_loop(0, other_state.size, append, interrupt(state))
+        return interrupt(lax.fori_loop(0, other_state.size, append, interrupt(state)))
 
     def in_time_order(self, state: ReplayState) -> Transition:
         """Return the stored rows [size, N, ...] from oldest to newest (host only).

@@ -64,7 +64,9 @@ def draw(tree: SumTree, fraction: Array) -> Array:
         # Where rounding leaves more of the sum than there is, the last child above 0 is meant.
         last = jnp.where(children > 0, places, 0).max(axis=1)  # [B]
         chosen = jnp.minimum(passed, last)  # [B]
-        rest = rest - jnp.where(places < chosen[:, None], children, 0).sum(axis=1)  # [B]
+        # Not below 0, as two orders of adding may differ: the first child above 0 is meant then.
+        below = jnp.where(places < chosen[:, None], children, 0).sum(axis=1)  # [B]
+        rest = jnp.maximum(rest - below, 0.0)  # [B]
         node = node * CHILDREN + chosen
     return node
 

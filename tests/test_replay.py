@@ -75,6 +75,10 @@ def test_merge_does_not_join_the_seam():
     assert batch.next_obs[:, 0].tolist()[::2] == [2, 8]  # row 1 bootstraps at 2, not at 5 or 6
     np.testing.assert_allclose(batch.reward[0], 1.0)
     np.testing.assert_allclose(batch.discount[0], GAMMA)
+    later = compiled(large.add)(merged, counter_row(100))
+    batch = compiled(large.gather)(later, jnp.array([5, 6]), jnp.zeros(2, int))
+    assert batch.weight.tolist() == [1, 0]  # nor does row 8 go on with 100
+    assert batch.obs[:, 0].tolist() == [7, 8] and batch.next_obs[0, 0] == 8
 
 
 def test_merge_keeps_frame_stacks_apart():
@@ -84,8 +88,9 @@ def test_merge_keeps_frame_stacks_apart():
     small = Replay(capacity=4, num_envs=1, gamma=GAMMA, frame_stack=3)
     second = fill(small, [counter_row(i, stack=[i - 2, i - 1, i]) for i in range(10, 16)])
     merged = compiled_merge(replay.merge)(first, small, second)
-    stacks = compiled(replay.gather)(merged, jnp.array([3, 4, 5]), jnp.zeros(3, int)).obs[..., 0]
-    assert stacks.tolist() == [[12, 12, 12], [12, 12, 13], [12, 13, 14]]
+    batch = compiled(replay.gather)(merged, jnp.array([3, 4, 5]), jnp.zeros(3, int))
+    assert batch.obs[..., 0].tolist() == [[12, 12, 12], [12, 12, 13], [12, 13, 14]]
+    assert batch.weight.tolist() == [0, 0, 1]  # no agent saw the first two
 
 
 def golden_stack_rows() -> list[Transition]:

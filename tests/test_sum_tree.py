@@ -90,6 +90,17 @@ def test_frequencies_are_proportional():
     assert stats.chisquare(seen, shares / shares.sum() * 200_000).pvalue > 1e-3
 
 
+def test_a_leaf_of_zero_is_not_drawn_beside_the_border_of_a_node():
+    """Where two orders of adding its children differ, what is left of the sum may be below 0."""
+    values = np.random.default_rng(1).random(64).astype(np.float32)
+    values[::8] = 0
+    tree = sum_tree.update(sum_tree.init(64), jnp.arange(64), jnp.array(values))
+    borders = np.cumsum(values.astype(np.float64))[7::8] / values.sum(dtype=np.float64)
+    nearby = borders[:-1].astype(np.float32).view(np.int32)[:, None] + np.arange(-6, 7)
+    drawn = sum_tree.draw(tree, jnp.array(nearby.ravel().astype(np.int32).view(np.float32)))
+    assert (values[np.asarray(drawn)] > 0).all()
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99999994, 1.0])
 def test_a_leaf_of_zero_is_never_drawn(fraction):
     """Not at the very ends either, where rounding could fall on one."""
