@@ -1,7 +1,8 @@
 """Running mean and variance of observations and returns, as arrays in the train state.
 
-Statistics are merged once a rollout, over valid rows only, and do not change in between: what a
-policy saw while it acted is what it sees while it learns, and evaluation changes nothing.
+On-policy files merge statistics once a rollout, over valid rows only, so that a policy learns from
+what it saw while it acted. Off-policy files merge every vector step, and see what they replay
+through the statistics of the moment. Evaluation changes nothing.
 """
 
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ class Normalizer:
 
     def update(self, state: NormalizerState, rollout: Transition) -> tuple[NormalizerState, Array]:
         """Merge a rollout [T, N] into the statistics; return its rewards over their deviation.
+
+        Where rewards are not normalised, it may be one vector step [N].
 
         R_t = r_t + γ R_{t-1} within an episode; r_t / std(R), within ±10.
         """

@@ -103,7 +103,9 @@ def test_report_shows_mean_std_published_figure_and_origin():
         "| dqn | CartPole-v1 | 2 | 500,000 | 485.0 ± 5.0 | – | 498 | 500.0 ± 0.0"
     )
     assert second.startswith("| dqn | CartPole-v1 | 1 | 1,000 | 490.0 | – | – |")
-    assert "--num-seeds 2 --eval-frequency 0 -- --gamma 0.9`, commit abc, CPU" in text
+    assert (
+        "--num-seeds 2 --eval-frequency 0 --out /tmp/again -- --gamma 0.9`, commit abc, CPU" in text
+    )
 
 
 def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
