@@ -27,15 +27,19 @@ cores_before_pinning: set[int] = set()
 
 
 class _Checked(gym.Wrapper):
-    """Refuses what a vector environment would cast or broadcast without a word."""
+    """Refuses what a vector environment would cast or broadcast without a word.
+
+    It drops `info`, which no one reads: a vector environment would stack it, and fails where its
+    shapes or types change from step to step.
+    """
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict]:
-        obs, info = self.env.reset(**kwargs)
+        obs, _ = self.env.reset(**kwargs)
         _check_obs(self.observation_space, obs)
-        return obs, info
+        return obs, {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs, reward, terminated, truncated, _ = self.env.step(action)
         _check_obs(self.observation_space, obs)
         if np.shape(np.asarray(reward)) != () or not np.issubdtype(
             np.asarray(reward).dtype, np.number
@@ -44,7 +48,7 @@ class _Checked(gym.Wrapper):
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(flag, bool | np.bool_):
                 raise UserError(f"step returned {name}={flag!r}; return a bool")
-        return obs, reward, terminated, truncated, info
+        return obs, reward, terminated, truncated, {}
 
 
 def _check_obs(space: spaces.Space, obs: Any, name: str = "obs") -> None:
@@ -63,6 +67,11 @@ def _check_obs(space: spaces.Space, obs: Any, name: str = "obs") -> None:
             f"{name} has dtype {array.dtype}, its space {space} has {dtype}; "
             "return observations of the space's dtype"
         )
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        count: Any = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        start: Any = space.start
+        if ((array < start) | (array >= start + count)).any():
+            raise UserError(f"{name} is {array}, outside its space {space}")
 
 
 def sub_spaces(space: spaces.Dict | spaces.Tuple) -> dict[Any, spaces.Space]:

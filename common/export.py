@@ -47,7 +47,7 @@ def main(options: ExportOptions) -> None:
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("the file is written by flatbuffers; pip install 'quartet-rl[export]'")
     path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
-    if options.out and (path.is_dir() or not path.parent.is_dir()):
+    if options.out and not path.parent.is_dir():
         raise UserError(f"--out {path} cannot be written; give a file in a folder that exists")
     threads.use_cores(1)
     from common.run.load import load

@@ -79,8 +79,12 @@ def main(options: PlotOptions) -> None:
 
 def seeds_or_itself(folder: Path) -> list[Path]:
     """Return a run folder's seeds if all of them have metrics of their own, else the folder."""
-    seeds = sorted(folder.glob("seed_*"))
-    return seeds if seeds and all((seed / "metrics.csv").exists() for seed in seeds) else [folder]
+    try:
+        seeds = sorted(folder.glob("seed_*"))
+        have_metrics = all((seed / "metrics.csv").exists() for seed in seeds)
+    except OSError:  # which reading it will name
+        return [folder]
+    return seeds if seeds and have_metrics else [folder]
 
 
 def read_run(folder: Path) -> Run:

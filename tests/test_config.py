@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
 from common.errors import UserError
@@ -32,6 +33,7 @@ class Options:
     free: int = -7
     table: dict[str, int] = field(default_factory=dict)
     anything: Any = None
+    words: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,19 @@ def test_what_lies_inside_is_accepted(fields):
         ({"rate": None}, "--rate must be a finite number, got None"),
         ({"limit": -1.0}, "--limit must be above 0, got -1.0"),
         ({"count": -1}, "--count must be 0 or more, got -1"),
+        (
+            {"size": np.int64(3)},
+            "--size must be a whole number, got np.int64(3) of type int64; give a Python int",
+        ),
+        (
+            {"rate": np.float32(0.5)},
+            "--rate must be a finite number, got np.float32(0.5) of type float32; give a Python "
+            "float",
+        ),
+        (
+            {"words": ["a"]},
+            "--words must be a list of words, got ['a'] of type list; give a Python tuple",
+        ),
         ({"share": 1.01}, "--share must be between 0 and 1, got 1.01"),
         ({"share": -0.1}, "--share must be between 0 and 1, got -0.1"),
         ({"memory": 1.0}, "--memory must be 0 or more and below 1, got 1.0"),

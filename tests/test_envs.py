@@ -676,6 +676,47 @@ def test_a_faulty_environment_stops_the_loop_at_that_step(fault: str, words: str
     assert "\n" not in str(caught.value)
 
 
+def test_an_observation_outside_a_discrete_space_stops_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Outside(CountEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = spaces.Tuple(
+                (spaces.Discrete(3, start=1), spaces.MultiDiscrete([2, 9]))
+            )
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+            super().reset(seed=seed)
+            return (1, np.array([0, 0])), {}
+
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+            _, reward, *ended, info = super().step(action)
+            return (min(1 + self.steps, 3), np.array([0, 2 * self.steps])), reward, *ended, info
+
+    monkeypatch.setitem(gym.registry, "Outside-v0", gym.spec("ToyCount-v0"))
+    monkeypatch.setattr(gym.registry["Outside-v0"], "entry_point", Outside)
+    env = make_env(env_config("Outside-v0"))
+    state, count = step_until_fault(env, jnp.zeros(2, jnp.int32))
+    assert count == 5  # 10 is the first value above 8
+    with pytest.raises(UserError, match=re.escape("obs[1] is [ 0 10], outside its space Multi")):
+        env.check(state)
+
+
+def test_what_info_holds_may_change_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector environment would stack it, and no one reads it."""
+    step = CountEnv.step
+
+    def told(self: Any, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+        return *step(self, action)[:4], {"objects": np.zeros((self.steps, 2))}
+
+    monkeypatch.setattr(CountEnv, "step", told)
+    env = make_env(env_config("ToyCount-v0"))
+    state, count = step_until_fault(env, jnp.array([GO_ON, TERMINATE]))
+    env.check(state)
+    assert count == 9
+
+
 def test_a_sound_environment_passes_the_check() -> None:
     env = make_env(env_config("ToyFaulty-v0"))
     state, count = step_until_fault(env, jnp.zeros(2, jnp.int32))
@@ -894,6 +935,9 @@ def test_render(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.render(state).shape == (2, 3, 3)
     monkeypatch.setattr(CountEnv, "render", lambda self: None)
     with pytest.raises(UserError, match="rendered NoneType, not an RGB array"):
+        env.render(state)
+    monkeypatch.setattr(CountEnv, "render", lambda self: np.zeros((2, 3, 3)))
+    with pytest.raises(UserError, match=r"rendered float64 \(2, 3, 3\), not an RGB array of uint8"):
         env.render(state)
     monkeypatch.undo()
     with pytest.raises(UserError, match="cannot render: NotImplementedError"):

@@ -110,6 +110,11 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
         "--checkpoint-frequency -1",
         ["--checkpoint-frequency must be 0 or more, got -1"],
     ),
+    "kwargs twice": ("--env-kwargs a=1 --env-kwargs b=2", ["--env-kwargs comes twice"]),
+    "seeds beyond 2**31": (
+        "--env-id gymnax/CartPole-v1 --seed 2147483647 --num-seeds 2",
+        ["--seed 2147483647 with --num-seeds 2", "beyond 2147483647; lower --seed"],
+    ),
     "config missing": ("--config nowhere.json", ["nowhere.json", "--config", "config.json"]),
     "resume missing": ("--resume nowhere", ["nowhere", "--resume", "runs/"]),
     "resume with config": ("--resume a --config b", ["--resume a", "leave out --config b"]),
@@ -478,6 +483,12 @@ def test_runs_dir_that_is_a_file(capsys, tmp_path):
     check(ran, [str(runs), "--runs-dir"], runs)
     ran = run_here(capsys, *SHORT, "--runs-dir", runs / "below")
     check(ran, [str(runs), "--runs-dir"], runs)
+
+
+def test_runs_dir_whose_checkpoints_could_not_be_read(capsys, tmp_path):
+    """orbax looks for its files by patterns, and finds none below exp[1]."""
+    runs = tmp_path / "exp[1]"
+    check(run_here(capsys, *SHORT, "--runs-dir", runs), ["--runs-dir", "has [ ] in its"], runs)
 
 
 def test_runs_dir_that_leads_nowhere(capsys, tmp_path):

@@ -262,6 +262,13 @@ def test_an_environment_plays_no_other_episode_after_one_that_was_cut_off(
     assert log_data["logs"]["charts/evaluation_unfinished"] == 1
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_evaluation_has_episodes(count: int) -> None:
+    play = Evaluator(env_config("gymnax/MountainCar-v0"), lambda learner, obs, key: obs)
+    with pytest.raises(UserError, match=f"1 episode or more, got {count}"):
+        play({}, 0, count)
+
+
 def test_seeds_count_their_unfinished_episodes_together() -> None:
     def never(learner: Any, obs: Any, key: Any) -> Any:
         return jnp.full(len(obs), learner, jnp.int32)

@@ -99,16 +99,17 @@ def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
     trainer = module.Trainer(config)
     plan, weights = _plan(trainer, 2, 2), packed(weights_of(trainer.state.learner))
     first_obs = []
-    for number, restarts in ((0, 0), (1, 0), (0, 1)):
+    resumed = plan._replace(first_step=640)  # a run that goes on plays other episodes
+    for plan_, number, restarts in ((plan, 0, 0), (plan, 1, 0), (plan, 0, 1), (resumed, 0, 0)):
         explorer = Explorer()
-        explorer.start(plan, number, restarts)
+        explorer.start(plan_, number, restarts)
         collected = explorer.collect(weights, version=7, step=160)
         rollout = collected.trajectory.rollout
         assert rollout.obs.shape == (8, 2, 4) and collected.trajectory.is_new.all()
         assert (collected.num_steps, collected.version) == (16, 7)
         first_obs.append(rollout.obs[0].tobytes())
         assert not explorer.collect(weights, 8, 176).trajectory.is_new.any()
-    assert len(set(first_obs)) == 3
+    assert len(set(first_obs)) == 4
     # The end of the run cuts a trajectory: 500,000 steps of all are 250,000 of this one.
     assert explorer.collect(weights, 9, 249_990)[::2] == (None, 10)
 

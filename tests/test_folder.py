@@ -195,6 +195,27 @@ def test_a_save_that_failed_can_be_tried_again(saved, tmp_path, monkeypatch):
     assert load(tmp_path / "run").step == 400
 
 
+def test_a_copy_of_the_code_is_never_half(saved, tmp_path, monkeypatch):
+    _, trainer = saved
+    save(trainer, tmp_path / "run")
+    whole = (tmp_path / "run" / "dqn.py").read_bytes()
+    later = train(load(tmp_path / "run").trainer, 600)
+
+    def half_a_copy(source, target):
+        Path(target).write_bytes(whole[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copyfile", half_a_copy)
+    refused(later, tmp_path / "run", "cannot save to", "No space left")
+    assert (tmp_path / "run" / "dqn.py").read_bytes() == whole
+
+
+def test_folders_whose_checkpoints_could_not_be_read(saved, tmp_path):
+    refused(saved[1], tmp_path / "run*", "has * in its whole path", "give a folder")
+    with pytest.raises(UserError, match=r"cannot save to .* File name too long"):
+        save(saved[1], tmp_path / ("n" * 300))
+
+
 def test_a_folder_that_cannot_be_locked(saved, tmp_path):
     (tmp_path / "lock").mkdir()
     refused(saved[1], tmp_path, f"cannot lock {tmp_path}", "Is a directory", "file locks")

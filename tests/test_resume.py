@@ -249,6 +249,19 @@ def test_the_second_ctrl_c_ends_the_run_at_once():
     assert ran == (130, "[<Signals.SIGTERM: 15>]\n", "killed by SIGINT\n")
 
 
+@pytest.mark.parametrize(
+    ("before", "received"), [("SIG_DFL", "[<Signals.SIGHUP: 1>]"), ("SIG_IGN", "[]")]
+)
+def test_the_end_of_the_terminal_is_a_signal_unless_nohup_has_it_ignored(before, received):
+    code = (
+        "import signal; from common.run.runner import _die, stop_signals\n"
+        f"signal.signal(signal.SIGHUP, signal.{before})\n"
+        "with stop_signals(_die) as received:\n"
+        "    signal.raise_signal(signal.SIGHUP); print(received)"
+    )
+    assert run_alone(program=("-c", code)) == (0, f"{received}\n", "")
+
+
 def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -329,11 +342,26 @@ def test_files_that_vanish_or_appear_are_noticed(tmp_path):
     (folder / "4000" / "default" / "more").write_text("x")
     with pytest.raises(ValueError, match="default/more is damaged"):
         Checkpoints(folder).check(4000)
-    (folder / "4000" / "default" / "more").unlink()
+    (folder / "4000" / "default" / "more").rename(folder / "4000" / ".DS_Store")
+    Checkpoints(folder).check(4000)  # hidden files are not orbax's
     (folder / "4000" / "metrics" / "metrics").unlink()
     with pytest.raises(ValueError, match="metrics/metrics is damaged"):
         Checkpoints(folder).check(4000)
     assert Checkpoints(folder).best()[0] in (2000, 3000)
+
+
+def test_a_save_that_failed_at_its_checksums_can_be_tried_again(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("common.run.checkpoint.write_atomically", no_space)
+        checkpoints.save(10, {"w": jnp.ones(3)}, None)
+    checkpoints.save(10, {"w": jnp.ones(3)}, None)
+    assert (tmp_path / "c" / "10" / "checksums.json").exists() and checkpoints.steps() == [10]
+    checkpoints.check(10)
+
+
+def no_space(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_no_whole_checkpoint_is_one_line(tmp_path):
@@ -422,7 +450,7 @@ def test_replay_does_not_join_the_rows_before_and_after():
     assert saved.replay.storage.valid[newest].any()
     assert not state.replay.storage.valid[newest].any()
     assert_equal(state.learner, saved.learner)
-    assert_equal(state.key, saved.key)
+    assert_equal(state.key, jax.random.split(saved.key)[1])
     assert not np.array_equal(first_obs, np.asarray(state.env.obs))  # other episodes than at first
     trainer.env.close()
 
@@ -643,6 +671,28 @@ def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
     assert Checkpoints(tmp_path / "run" / "c").steps() == [100, 300]
     restored = Checkpoints(tmp_path / "run" / "c").restore(300, trainer.state)
     assert restored.learner["w"].tolist() == [3, 3, 3]
+
+
+def test_where_no_run_folder_can_be_made_a_whole_one_is_saved_elsewhere(tmp_path, full_disk):
+    config = Config(env_id="gymnax/CartPole-v1", total_timesteps=1600, log_frequency=800)
+    trainer, said = Trainer(config), []
+
+    def no_folder() -> Path:
+        raise UserError("cannot make a run folder; give --runs-dir")
+
+    call = checkpointer(no_folder, 0, 1, "charts/episodic_return", said.append)(Trainer.__call__)
+    with pytest.raises(
+        UserError, match=r"cannot make a run folder.* go on with --resume"
+    ) as raised:
+        list(itertools.islice(iter_closing(call(trainer)), 2))
+    folder = re.search(r"saved as the run folder (\S+);", str(raised.value))
+    assert folder and Path(folder[1]).is_relative_to(tmp_path / "temporary")
+    assert load(folder[1]).step == 800
+
+
+def iter_closing(generator):
+    with contextlib.closing(generator):
+        yield from generator
 
 
 def test_no_save_anywhere(tmp_path, full_disk):

@@ -12,16 +12,19 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 from PIL import Image
 from rich.console import Console
-from run_helpers import DQN, WITHOUT_WANDB, environment, finished_run, run_here
+from run_helpers import DQN, SHORT, WITHOUT_WANDB, environment, finished_run, run_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -511,6 +514,31 @@ def test_a_sink_that_cannot_close(tmp_path):
     call = logger(lambda: [Broken], said.append)(call_of(log(1)))
     list(call(None))
     assert len(said) == 1 and "cannot close" in said[0]
+
+
+def test_an_environment_may_change_the_working_folder(capsys, tmp_path, monkeypatch):
+    """As simulators with a folder for scratch files do: the run stays where it was started."""
+    monkeypatch.chdir(tmp_path)
+
+    class Moving(CartPoleEnv):
+        def __init__(self, render_mode=None):
+            super().__init__()
+            os.chdir(tempfile.mkdtemp(dir=tmp_path))
+
+    gym.register("Moving-v0", Moving, max_episode_steps=20)
+    flags = [*SHORT, "--env-id", "Moving-v0", "--runs-dir", "runs"]
+    ran = run_here(capsys, *flags)
+    del gym.registry["Moving-v0"]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert ran.code == 0 and f"run folder: runs/{folder.name} " in ran.out
+    assert Checkpoints(folder / "checkpoints").steps() == [4000]
+    assert {"config.json", "dqn.py", "metrics.csv"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_run_without_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with cli.exit_codes(debug=False):
+        make_console().print("no one reads this")
 
 
 @pytest.mark.parametrize(("second", "passed_on"), [(8, 2), (16, 4)])

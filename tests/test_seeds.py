@@ -118,11 +118,16 @@ def test_a_batch_goes_on(batch_run, tmp_path):
     shutil.rmtree(folder / "seed_2")
     ran = run_forked(*flags, module="algos.ppo")  # all is done: only what is missing is written
     assert (ran.code, ran.err) == (0, "") and "all 8,192 steps are done" in ran.out
+    assert "left as they went on alone: seed_1" in ran.out
     assert load(folder / "seed_1").step == 10240 and load(folder / "seed_2").step == 8192
     shutil.rmtree(folder / "seed_3")
     (folder / "seed_3").touch()
     ran = run_forked(*flags, module="algos.ppo")
     assert (ran.code, ran.err) == (0, "") and "policies of the seeds are missing" in ran.out
+    (folder / "seed_3").unlink()
+    more = ("--resume", folder, "--total-timesteps", 12288)
+    assert run_forked(*more, module="algos.ppo").code == 0
+    assert load(folder / "seed_1").step == 10240 and load(folder / "seed_3").step == 12288
     ran = run_forked(*flags, "--num-seeds", 2, module="algos.ppo")
     assert ran.code == 2
     assert "--num-seeds 2 differs from 3" in ran.err

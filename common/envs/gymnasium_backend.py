@@ -57,6 +57,10 @@ class GymnasiumStepper:
             raise UserError(f"the environment cannot render: {error!r}") from error
         if not isinstance(frame, np.ndarray):
             raise UserError(f"the environment rendered {type(frame).__name__}, not an RGB array")
+        if frame.dtype != np.uint8 or frame.ndim != 3:
+            raise UserError(
+                f"the environment rendered {frame.dtype} {frame.shape}, not an RGB array of uint8"
+            )
         return frame
 
     def close(self) -> None:

@@ -87,9 +87,10 @@ class Checkpoints:
         args = self._ocp.args.PyTreeSave(
             filled, save_args=in_pieces, ocdbt_target_data_file_size=PIECE
         )
-        with _quiet_orbax():
-            manager = self._ocp.CheckpointManager(self.folder.absolute(), options=self._options)
-            manager.save(step, args=args, metrics=metrics, force=True)
+        if step not in self.steps():  # else a try failed behind what orbax does at one stroke
+            with _quiet_orbax():
+                manager = self._ocp.CheckpointManager(self.folder.absolute(), options=self._options)
+                manager.save(step, args=args, metrics=metrics, force=True)
         sums = json.dumps(_checksums(self.folder / str(step)))
         write_atomically(self.folder / str(step) / CHECKSUMS, sums)
         write_atomically(self.folder / LATEST, str(step))
@@ -150,9 +151,13 @@ class Checkpoints:
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of every file below a folder by its relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    return {path.relative_to(folder).as_posix(): _crc32(path) for path in files}
+    """Return the CRC-32 of the files below a folder by relative path, but for hidden ones.
+
+    Those, such as the .DS_Store of a Mac that looked into it, are not orbax's.
+    """
+    files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
+    sums = {path.relative_to(folder).as_posix(): _crc32(path) for path in files}
+    return {name: crc for name, crc in sums.items() if name != CHECKSUMS}
 
 
 def _crc32(path: Path) -> int:
@@ -181,7 +186,8 @@ def _read_in_pieces(path: Path, name: str, like: Any) -> Array:
     """Return one array of an orbax checkpoint; orbax itself would hold it twice for a while."""
     import tensorstore as ts
 
-    files = {"driver": "ocdbt", "base": f"file://{path}", "path": name.replace("/", ".")}
+    base = {"driver": "file", "path": f"{path}/"}  # no URL, to which a # or % has a meaning
+    files = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".")}
     store = ts.open({"driver": "auto", "kvstore": files}, open=True, read=True).result()
     if store.shape != like.shape or store.dtype.numpy_dtype != like.dtype:
         raise ValueError(
@@ -282,7 +288,7 @@ def checkpointer(
             finally:
                 learned = last > first and not is_lost(trainer.state)
                 if learned and (step := int(trainer.state.step)) > saved:
-                    _save_at_end(folder(), keep, trainer, best if step == last else None)
+                    _save_at_end(folder, keep, trainer, best if step == last else None)
 
         return checkpointed
 
@@ -305,21 +311,35 @@ def _reported(say: Callable[[str], None]) -> Generator[None, None, None]:
         say(f"warning: checkpoint not written ({_brief(error)}); the earlier ones are intact")
 
 
-def _save_at_end(folder: Path, keep: int, trainer: Trainer, episode_return: float | None) -> None:
+def _save_at_end(
+    folder: Callable[[], Path], keep: int, trainer: Trainer, episode_return: float | None
+) -> None:
+    place = None
     try:
-        save_checkpoint(folder, keep, trainer, episode_return)
+        place = folder()
+        save_checkpoint(place, keep, trainer, episode_return)
     except Exception as error:
-        where = _rescue(folder, trainer, episode_return)
+        where = _rescue(place, trainer, episode_return)
         raise UserError(
             f"the last checkpoint could not be written ({_brief(error)}); {where}"
         ) from error
 
 
-def _rescue(folder: Path, trainer: Trainer, episode_return: float | None) -> str:
-    """Save into the system's temporary folder; say where, or why not."""
+def _rescue(folder: Path | None, trainer: Trainer, episode_return: float | None) -> str:
+    """Save into the system's temporary folder; say where, or why not.
+
+    Args:
+        folder: that of the run's checkpoints; None if there is no run folder, so that a whole one
+            is made.
+    """
+    from common.run.folder import save
+
     temporary = Path(tempfile.gettempdir())
     try:
         temporary = Path(tempfile.mkdtemp(prefix="quartet-checkpoint-"))
+        if folder is None:
+            save(trainer, temporary)
+            return f"it was saved as the run folder {temporary}; go on with --resume {temporary}"
         save_checkpoint(temporary, 1, trainer, episode_return)
     except Exception as error:
         if temporary != Path(tempfile.gettempdir()):

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -93,6 +94,8 @@ class Options:
 @contextlib.contextmanager
 def exit_codes(debug: bool) -> Generator[None, None, None]:
     """Turn a UserError into one line and its exit code, and Ctrl-C into one line and 130."""
+    if sys.stdout is None:  # closed by whoever started this process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it lasts as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ± shows ?
     # envpool's own spaces set this off; nothing that a user could change.
@@ -332,15 +335,21 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
 
 
 def _check_words(hints: dict[str, Any], args: Sequence[str]) -> None:
-    """Refuse what tyro passes over: a flag of several words with none, and a bare --."""
+    """Refuse what tyro passes over: a flag of several words with none or twice, and a bare --."""
     if "--" in args:
         raise UserError("unknown argument '--'; leave it out, or see --help for all flags")
+    seen = set()
     for arg, following in itertools.pairwise([*args, "--"]):
         name, equals, value = arg.partition("=")
         flag = name.replace("_", "-")
         missing = not value if equals else following.startswith("--")
-        if get_origin(hints.get(flag)) is tuple and missing:
+        if get_origin(hints.get(flag)) is not tuple:
+            continue
+        if missing:
             raise UserError(f"{flag} takes {accepted(hints[flag])}, got no value; see --help")
+        if flag in seen:
+            raise UserError(f"{flag} comes twice; give all of its words behind one")
+        seen.add(flag)
 
 
 def _flag_hints(root: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from common.errors import UserError
 from common.ranges import LARGEST, SMALLEST, Range, accepted, fits
 
@@ -75,13 +77,25 @@ def check_ranges(options: object) -> None:
         for limits in ranges:
             _check_number(flag_of(name), value, kind, limits)
         if not ranges and not fits(value, kind):
-            raise UserError(f"{flag_of(name)} must be {accepted(kind)}, got {value!r}")
+            raise UserError(
+                f"{flag_of(name)} must be {accepted(kind)}, got {value!r}{_of_type(value)}"
+            )
+
+
+def _of_type(value: Any) -> str:
+    """Return words about a value that looks right and has another type than fields have."""
+    python = {list: "tuple", np.bool_: "bool", np.integer: "int", np.floating: "float"}
+    for kind, wanted in python.items():
+        if isinstance(value, kind):
+            return f" of type {type(value).__name__}; give a Python {wanted}"
+    return ""
 
 
 def _check_number(flag: str, value: Any, kind: type, limits: Range) -> None:
     if not fits(value, kind) or not abs(value) < math.inf:
         raise UserError(
             f"{flag} must be a {'whole' if kind is int else 'finite'} number, got {value!r}"
+            f"{_of_type(value)}"
         )
     if not limits.holds(value):
         raise UserError(f"{flag} must be {limits}, got {value}")

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from common.envs import Env, EnvConfig, EnvState, make_env
+from common.errors import UserError
 from common.networks import Memory
 
 from common.run.cli import RunOptions
@@ -66,8 +67,10 @@ class Evaluator:
         its return and length so far, in "charts/evaluation_unfinished" too.
 
         Raises:
-            UserError: an environment failed.
+            UserError: an environment failed, or there is no episode to play.
         """
+        if num_episodes < 1:
+            raise UserError(f"an evaluation has 1 episode or more, got {num_episodes}")
         num_envs = min(num_episodes, MAX_ENVS)
         if self._env is None or self._env.num_envs != num_envs:
             self.close()

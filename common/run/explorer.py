@@ -27,6 +27,7 @@ class Plan(NamedTuple):
     import_path: list[str]  # of the Learner, for environments that are imported
     config: dict[str, Any]
     num_explorers: int
+    first_step: int  # env steps that the run had made when it started or went on
     weights: list[jax.ShapeDtypeStruct]  # leaves of the Learner's, which has all environments
 
 
@@ -53,8 +54,8 @@ class Explorer:
         os.environ.setdefault("NPROC", "1")
         sys.path += [path for path in plan.import_path if path not in sys.path]
         module = _run_file(plan)
-        sequence = np.random.SeedSequence((plan.config["seed"], SPAWN_KEY, number, restarts))
-        seed = int(sequence.generate_state(1)[0]) >> 1
+        origin = plan.config["seed"], SPAWN_KEY, number, restarts, plan.first_step
+        seed = int(np.random.SeedSequence(origin).generate_state(1)[0]) >> 1
         # Without the checks of __post_init__: they are of the whole run, and this may be a share.
         config = object.__new__(module.Config)
         vars(config).update(plan.config | {"seed": seed})

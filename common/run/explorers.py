@@ -154,7 +154,8 @@ def _plan(trainer: Learner, share: int, count: int) -> Plan:
     if replay := getattr(trainer, "replay", None):  # an Explorer makes one, and drops it
         fields["buffer_size"] = max(replay.least_capacity, fields["batch_size"])
     weights = jax.tree.leaves(jax.eval_shape(lambda: weights_of(trainer.state.learner)))
-    return Plan(str(path), path.read_text(), sys.path, fields, count, weights)
+    first_step = int(trainer.state.step)
+    return Plan(str(path), path.read_text(), sys.path, fields, count, first_step, weights)
 
 
 def _side_by_side(trajectories: list[Trajectory]) -> Trajectory:

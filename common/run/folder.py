@@ -1,10 +1,10 @@
 """The files of a run folder, who may write them, and `common.save`."""
 
-import contextlib
 import dataclasses
 import fcntl
 import inspect
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from common.run.config import flag_of, read_object
 from common.run.trainer import RunConfig, Trainer
 
 LOCK = "lock"
+PATTERN = set("[]*?\\")
 MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
 
 
@@ -32,9 +33,10 @@ def save(trainer: Trainer, folder: str | Path) -> None:
             algorithm or configuration, or one that has reached this step.
     """
     folder, source = Path(folder), _source_of(trainer)
-    earlier = _earlier_flags(folder, trainer, source.stem)
+    check_name(folder, "the folder")
     flags = config_flags(source.stem, trainer.config, trainer.evaluator.num_seeds or 1)
     try:
+        earlier = _earlier_flags(folder, trainer, source.stem)
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder):
             write_config(folder, earlier | flags, source)
@@ -57,8 +59,25 @@ def config_flags(algo: str, config: RunConfig, num_seeds: int) -> dict[str, Any]
 def write_config(folder: Path, flags: dict[str, Any], source: Path) -> None:
     """Write config.json and a copy of the algorithm file."""
     write_atomically(folder / "config.json", json.dumps(flags, indent=2))
-    with contextlib.suppress(shutil.SameFileError):  # a loaded trainer's file is the copy itself
-        shutil.copyfile(source, folder / source.name)
+    fresh = folder / f"{source.name}.tmp"
+    try:
+        shutil.copyfile(source, fresh)
+        os.replace(fresh, folder / source.name)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def check_name(folder: Path, flag: str) -> None:
+    """Refuse a folder whose checkpoints orbax could not read again, as it searches by patterns.
+
+    Raises:
+        UserError: its whole path holds a character of a pattern.
+    """
+    if found := PATTERN & set(str(folder.absolute())):
+        raise UserError(
+            f"{flag} {folder} has {' '.join(sorted(found))} in its whole path, which no checkpoint "
+            "can be read from again; give a folder without it"
+        )
 
 
 def hold(folder: Path) -> IO:

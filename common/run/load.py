@@ -138,7 +138,8 @@ def _config(config_class: Any, folder: Path, saved: dict[str, Any], changes: dic
     try:
         return config_class(**{name: values[name] for name in names} | changes)
     except UserError as error:
-        raise UserError(f"{path} cannot be used: {error}") from error
+        changed = f" with the changes {changes}" if changes else ""
+        raise UserError(f"{path}{changed} cannot be used: {error}") from error
 
 
 def _check_version(folder: Path, saved: dict[str, Any]) -> None:

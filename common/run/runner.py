@@ -22,13 +22,14 @@ from rich.panel import Panel
 
 from common.envs import config_backend, resolve_backend
 from common.errors import UserError, one_line
+from common.ranges import LARGEST
 
 from common.run import cli, threads
 from common.run.checkpoint import Checkpoints, checkpointer, resume
 from common.run.config import read_object
 from common.run.devices import learner_on_devices, shard_over_devices
 from common.run.evaluator import episodes, evaluator, shown_return, still_running
-from common.run.folder import config_flags, difference, hold, write_config
+from common.run.folder import check_name, config_flags, difference, hold, write_config
 from common.run.logger import (
     ConsoleSink,
     CsvSink,
@@ -62,7 +63,8 @@ def run(
             observations are small.
 
     Exit codes: 0 trained and evaluated; 2 bad input or a failing environment, after one line that
-    says what to do; 130 and 143 stopped by Ctrl-C or SIGTERM, after a last checkpoint.
+    says what to do; 130, 143 and 129 stopped by Ctrl-C, SIGTERM or the terminal's end (SIGHUP),
+    after a last checkpoint.
     """
     with cli.exit_codes("--debug" in sys.argv), stop_signals(_die) as received:
         options = cli.parse(config_class, presets)
@@ -82,7 +84,9 @@ class _Run:
         self.source = Path(sys.modules[type(self.config).__module__].__file__ or "")
         self.algo = self.source.stem
         self.console = make_console()
-        self._folder = Path(self.run.resume) if self.run.resume else None
+        # Absolute, as an environment may change the working folder.
+        self._folder = Path(self.run.resume).absolute() if self.run.resume else None
+        self._runs_dir, self._started_in = Path(self.logging.runs_dir).absolute(), Path.cwd()
         self._lock: IO | None = None
         self.first_step = 0
         self.start_time = time.time()
@@ -116,11 +120,13 @@ class _Run:
             if not received:
                 self._report(trainer)
         except UserError as error:
-            where = f"; run folder: {self._folder}" if self._folder else ""
+            where = f"; run folder: {self._shown_folder}" if self._folder else ""
             raise type(error)(f"{error}{where}") from error
         if not received:
             return 0
-        hint = f"go on with --resume {self._folder}" if self._folder else "nothing was learned yet"
+        hint = "nothing was learned yet"
+        if self._folder:
+            hint = f"go on with --resume {self._shown_folder}"
         self.console.print(f"stopped by {received[0].name}; {hint}")
         return 128 + received[0]
 
@@ -171,7 +177,7 @@ class _Run:
             env_id = self.config.env_id.replace("/", "-").replace(":", "-")
             stamp = time.strftime("%Y%m%d-%H%M%S")
             name = f"{env_id}__{self.algo}__{self.config.seed}__{stamp}"
-            folder = _make_unique(Path(self.logging.runs_dir), name)
+            folder = _make_unique(self._runs_dir, name)
             try:
                 self._lock = hold(folder)
                 write_config(folder, self._flags(), self.source)
@@ -182,6 +188,13 @@ class _Run:
                 ) from error
             self._folder = folder
         return self._folder
+
+    @property
+    def _shown_folder(self) -> Path:
+        """The run folder as the user gave its place: relative or absolute."""
+        folder = self.folder()
+        given = Path(self.run.resume or self.logging.runs_dir)
+        return folder if given.is_absolute() else Path(os.path.relpath(folder, self._started_in))
 
     def _flags(self) -> dict[str, Any]:
         run = dataclasses.asdict(self.run)
@@ -212,6 +225,11 @@ class _Run:
             _check_writable(Path(self.logging.runs_dir), "--runs-dir")
         if self.explorers.explorers:
             self._check_explorers()
+        if self.config.seed + self.run.num_seeds - 1 > LARGEST[int]:
+            raise UserError(
+                f"--seed {self.config.seed} with --num-seeds {self.run.num_seeds} counts beyond "
+                f"{LARGEST[int]}; lower --seed"
+            )
         if self.run.num_seeds > 1 and self.run.num_devices > 1:
             raise UserError("--num-seeds and --num-devices cannot go together; leave one out")
         if self.logging.track and self.logging.wandb_mode == "online":
@@ -339,12 +357,13 @@ class _Run:
             f"{title}: {self.config.total_timesteps:,} steps",
             *self._describe_evaluation(logs),
             *self._describe_best(folder),
-            f"run folder: {folder}",
+            f"run folder: {self._shown_folder}",
         ]
         if self.run.num_seeds > 1:
             lines.append(f"policies: its folders seed_{first} to seed_{last}")
             try:
-                self._save_seeds(trainer, logs)
+                kept = self._save_seeds(trainer, logs)
+                lines += [f"left as they went on alone: {', '.join(kept)}"] if kept else []
             except Exception as error:  # orbax has many
                 reason = one_line(error)[:200]
                 lines[-1] = f"policies of the seeds are missing ({reason}); free space, --resume"
@@ -384,20 +403,27 @@ class _Run:
         shown = f"{episode_return:.{decimals(abs(episode_return))}f}"
         return [f"best checkpoint: step {step:,}, {kind} {shown}"]
 
-    def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> None:
+    def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> list[str]:
         """Give every seed a run folder of its own, to load, to evaluate and to go on with.
 
-        One that has reached this step, or went on by itself, stays as it is.
+        One that has reached this step stays as it is, and so does one that was trained on alone:
+        the names of these are returned.
         """
+        went_on = []
         for index in range(self.run.num_seeds):
             seed = self.config.seed + index
             folder, state = self.folder() / f"seed_{seed}", state_of_seed(trainer.state, index)
             checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-            if max(checkpoints.steps(), default=-1) < int(state.step):
+            if (folder / "metrics.csv").exists():  # which only a run of its own writes
+                went_on.append(folder.name)
+            elif int(state.step) not in checkpoints.steps():
                 folder.mkdir(exist_ok=True)
-                write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
-                mean = logs.get(f"seed_{seed}/evaluation_return")
-                checkpoints.save(int(state.step), state, mean)
+                with hold(folder):
+                    flags = self._flags() | {"seed": seed, "num_seeds": 1}
+                    write_config(folder, flags, self.source)
+                    mean = logs.get(f"seed_{seed}/evaluation_return")
+                    checkpoints.save(int(state.step), state, mean)
+        return went_on
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
         from common.run.curve import save_curve
@@ -426,13 +452,15 @@ class _Run:
 def stop_signals(
     second: Callable[[int, Any], None] | None = None,
 ) -> Generator[list[signal.Signals], None, None]:
-    """Collect the first Ctrl-C or SIGTERM instead of dying; the `second` one kills as usual.
+    """Collect the first Ctrl-C, SIGTERM or SIGHUP instead of dying; the `second` kills as usual.
 
     An exception that a signal raises in the midst of JAX is lost where C++ calls Python, in a
     callback of the garbage collector for one, or ends the process with a segmentation fault.
     """
     received: list[signal.Signals] = []
-    caught = (signal.SIGINT, signal.SIGTERM)
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+        caught.append(signal.SIGHUP)
 
     def receive(number: int, frame: Any) -> None:
         received.append(signal.Signals(number))
@@ -528,6 +556,7 @@ def _make_unique(parent: Path, name: str) -> Path:
 
 
 def _check_writable(path: Path, flag: str) -> None:
+    check_name(path, flag)
     try:
         paths = path.absolute(), *path.absolute().parents
         existing = next(p for p in paths if p.exists() or p.is_symlink())  # it may lead nowhere
