@@ -3,6 +3,7 @@
 import importlib
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,8 +14,12 @@ from common.ranges import Fraction, NonNegative, Positive, ProperFraction, Range
 
 from common.run.config import check_minibatches, check_ranges, check_updates
 
-DQNS = ["dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "apex_dqn"]
-ALGOS = [*DQNS, "ppo", "a2c", "ppo_rnn", "impala", "ddpg", "td3", "sac", "sac_discrete", "pqn"]
+ALGOS = sorted(p.stem for p in (Path(__file__).parent.parent / "algos").glob("[a-z]*.py"))
+WITH_REPLAY = [
+    algo
+    for algo in ALGOS
+    if hasattr(importlib.import_module(f"algos.{algo}").Config, "buffer_size")
+]
 
 
 @dataclass(frozen=True)
@@ -135,14 +140,19 @@ def test_bools_and_choices_are_held_to_their_types():
         importlib.import_module("algos.ppo_rnn").Config(core="rnn")
 
 
-@pytest.mark.parametrize("algo", [*DQNS, "ddpg", "td3", "sac", "sac_discrete"])
+@pytest.mark.parametrize("algo", WITH_REPLAY)
 def test_replay_holds_a_batch_and_a_transition(algo):
     config = importlib.import_module(f"algos.{algo}").Config()
     with pytest.raises(UserError, match="--batch-size 3 is larger than --buffer-size 2"):
         replace(config, batch_size=3, buffer_size=2)
+    rows = {"burn_in": 1, "sequence_length": 1, "sequence_period": 1} if algo == "r2d2" else {}
+    config = replace(config, num_envs=8, n_step=4, **rows)
+    least = 8 * (6 if algo == "r2d2" else 5)
+    with pytest.raises(UserError, match=f" use at least {least}"):
+        replace(config, learning_starts=least - 1)
     with pytest.raises(UserError, match="--num-envs 8 and --n-step 4 use at least 40"):
-        replace(config, num_envs=8, n_step=4, learning_starts=39)
-    replace(config, num_envs=8, n_step=4, learning_starts=40)
+        replace(config, learning_starts=39)
+    replace(config, learning_starts=least)
 
 
 @pytest.mark.parametrize("algo", ["ddpg", "td3", "sac", "sac_discrete"])

@@ -1,8 +1,10 @@
 """What every algorithm file shares: order, size, sound presets, functions equal to the letter."""
 
 import ast
+import dataclasses
 import difflib
 import importlib
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -34,6 +36,8 @@ DQN_PARTS = [
     *TRAINER_PARTS,
     "Trainer._run_train",
 ]
+ACTING = ["Agent.__init__", "Agent.predict", "Agent.sample"]
+VARIANT_PARTS = ["Algorithm.__init__", "Algorithm.predict", *ACTING]
 
 # (parent, variant): the functions that must be equal to the letter, as "Class.function".
 SHARED: dict[tuple[str, str], list[str]] = {
@@ -80,7 +84,10 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.collect_trajectory",
     ],
     ("a2c", "impala"): ["Config.__post_init__"],
+    ("impala", "pqn"): ["Algorithm.init"],
+    ("ppo", "ddpg"): ["Agent.__init__"],
     ("ddpg", "td3"): [
+        "Config.__post_init__",
         "Model.action",
         "Algorithm.__init__",
         "Algorithm.init",
@@ -117,13 +124,41 @@ SHARED: dict[tuple[str, str], list[str]] = {
         "Trainer.run_iterations",
     ],
     ("dqn", "sac_discrete"): ["Trainer.evaluate"],
-    ("dqn", "double_dqn"): [*DQN_PARTS, "Model.value", "Agent.predict", "Agent.learn"],
-    ("dqn", "dueling_dqn"): [*DQN_PARTS, "Algorithm.td_target", "Algorithm.loss_fn"],
-    ("dqn", "prioritized_dqn"): [*DQN_PARTS[:-1], "Model.value", "Algorithm.td_target"],
-    ("dqn", "noisy_dqn"): ["Algorithm.init", "Algorithm.sync_target", *TRAINER_PARTS],
-    ("dqn", "c51"): [*DQN_PARTS[1:], "Agent.predict", "Agent.sample", "Agent.learn"],
-    ("dqn", "qr_dqn"): [*DQN_PARTS, "Agent.predict", "Agent.sample", "Agent.learn"],
-    ("dqn", "iqn"): DQN_PARTS[:-1],
+    ("dqn", "double_dqn"): [
+        *DQN_PARTS,
+        *VARIANT_PARTS,
+        "Model.__init__",
+        "Model.value",
+        "Algorithm.loss_fn",
+        "Agent.learn",
+    ],
+    ("dqn", "dueling_dqn"): [
+        *DQN_PARTS,
+        *VARIANT_PARTS,
+        "Algorithm.td_target",
+        "Algorithm.loss_fn",
+        "Algorithm.learn",
+        "Agent.learn",
+    ],
+    ("dqn", "prioritized_dqn"): [
+        *DQN_PARTS[:-1],
+        *(part for part in VARIANT_PARTS if part != "Agent.__init__"),
+        "Model.__init__",
+        "Model.value",
+        "Algorithm.td_target",
+    ],
+    ("dqn", "noisy_dqn"): [
+        "Config.__post_init__",
+        "Algorithm.init",
+        "Algorithm.sync_target",
+        *TRAINER_PARTS,
+    ],
+    ("dqn", "c51"): [*DQN_PARTS[1:], *ACTING, "Agent.learn"],
+    ("dqn", "qr_dqn"): [*DQN_PARTS, *ACTING, "Agent.learn"],
+    ("dqn", "iqn"): [*DQN_PARTS[:-1], "Agent.__init__"],
+    ("iqn", "noisy_dqn"): ["Agent.learn", "Trainer._run_train"],
+    ("noisy_dqn", "r2d2"): ["Trainer.__call__"],
+    ("noisy_dqn", "sac"): ["Trainer.__call__"],
     ("dqn", "rainbow"): [
         "Algorithm.init",
         "Algorithm.sync_target",
@@ -300,6 +335,37 @@ def test_shared_functions_are_equal_to_the_letter(pair, names):
     parent, variant = (functions(ROOT / "algos" / f"{name}.py") for name in pair)
     for name in names:
         assert parent[name] == variant[name], name
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if hasattr(m, "Replay")], ids=lambda module: module.__name__
+)
+def test_replay_has_the_options_of_the_config(module, monkeypatch):
+    monkeypatch.setattr(module.Trainer, "init_state", lambda self, key: None)
+    continuous = module.__name__ in ("algos.ddpg", "algos.td3", "algos.sac")
+    options = {"num_envs": 2, "buffer_size": 4_000, "gamma": 0.9, "n_step": 3, "frame_stack": 2}
+    options |= {"priority_exponent": 0.25}
+    options = {k: v for k, v in options.items() if k in module.Config.__dataclass_fields__}
+    env_id = "gymnax/Pendulum-v1" if continuous else "gymnax/CartPole-v1"
+    replay = module.Trainer(module.Config(env_id=env_id, **options)).replay
+    found = dataclasses.asdict(replay)
+    found["buffer_size"] = replay.num_rows * replay.num_envs
+    rounded = options | {"buffer_size": pytest.approx(4_000, rel=0.1)}  # to whole blocks
+    assert {name: found[name] for name in options} == rounded
+
+
+def test_all_functions_that_are_equal_are_held_equal():
+    """Else a change in one of the files might go unnoticed, where its own tests do not see it."""
+    of_file = {path.stem: functions(path) for path in ALGORITHMS}
+    for name in sorted({name for found in of_file.values() for name in found}):
+        held = {algo: {algo} for algo, found in of_file.items() if name in found}
+        for (first, second), names in SHARED.items():
+            if name in names:
+                together = held[first] | held[second]
+                held |= dict.fromkeys(together, together)
+        for first, second in itertools.combinations(held, 2):
+            equal = of_file[first][name] == of_file[second][name]
+            assert not equal or second in held[first], (name, first, second)
 
 
 @pytest.mark.parametrize(("pair", "most"), ADDED_LINES.items())

@@ -11,6 +11,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from run_helpers import run_here
 
@@ -112,6 +113,17 @@ def test_an_explorer_has_its_share_of_the_environments(module, monkeypatch):
     assert len(set(first_obs)) == 4
     # The end of the run cuts a trajectory: 500,000 steps of all are 250,000 of this one.
     assert explorer.collect(weights, 9, 249_990)[::2] == (None, 10)
+
+
+def test_an_explorers_environments_have_epsilons_of_their_own(monkeypatch):
+    """Those of its number among all Explorers, not those of the first again."""
+    monkeypatch.setattr("common.run.threads.use_cores", lambda count: [])
+    config = apex_dqn.Config(env_id="gymnax/CartPole-v1", num_envs=2, num_steps=8)
+    trainer, explorer = apex_dqn.Trainer(config), Explorer()
+    explorer.start(_plan(trainer, 1, 3), 2, 0)
+    share = np.array([4, 5]) / (3 * 2 - 1)
+    expected = config.base_epsilon ** (1 + config.epsilon_exponent * share)
+    np.testing.assert_allclose(explorer.trainer.agent.epsilon, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_many_seeds_are_saved_as_such(tmp_path):
     save(trainer, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_seeds"] == 2
     refused(dqn.Trainer(CONFIG), tmp_path / "run", "--num-seeds 1 differs from 2")
-    with pytest.raises(UserError, match="holds 2 seeds"):
+    with pytest.raises(UserError, match=r"holds 2 seeds; give one of its folders, .*seed_1"):
         load(tmp_path / "run")
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
+from gymnasium import spaces
 
 from algos.impala import PRESETS, Algorithm, Config, Trainer
 from common.distributions import Categorical
@@ -62,6 +63,21 @@ HAND_TRAJECTORY = Trajectory(
     last=Memory((), jnp.array([True])),
 )
 ENTROPIES = np.array([-3 / 4 * math.log(3 / 4) - 1 / 4 * math.log(1 / 4), math.log(2)])
+
+
+def test_steps_of_the_optimizer_by_hand():
+    """The gradient scaled down to length 5, over the root of its square at decay 0.99; annealed."""
+    options = dict(learning_rate=0.5, max_grad_norm=5.0, rmsprop_epsilon=0.1, anneal_lr=True)
+    config = replace(SMALL, total_timesteps=3 * 64, **options)
+    algorithm = Algorithm(config, spaces.Box(-1, 1, (2,)), spaces.Discrete(2))
+    params = {"w": jnp.zeros(2)}
+    square, state = np.zeros(2), algorithm.optimizer.init(params)
+    for count, gradient in enumerate(([30.0, 40.0], [0.3, -0.4], [-1.0, 2.0])):
+        update, state = algorithm.optimizer.update({"w": jnp.array(gradient)}, state, params)
+        clipped = np.array(gradient) * min(1, 5 / np.linalg.norm(gradient))
+        square = 0.99 * square + 0.01 * clipped**2
+        expected = -0.5 * (1 - count / 3) * clipped / np.sqrt(square + 0.1)
+        np.testing.assert_allclose(update["w"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

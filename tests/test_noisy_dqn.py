@@ -73,6 +73,8 @@ def test_online_and_target_network_have_noise_of_their_own(algorithm, params, mo
 
     new_state, ((target_key,), (key,)) = learn(state, random_batch(), jax.random.key(1))
     assert (target_key != key).any()
+    _, ((other_target_key,), (other_key,)) = learn(state, random_batch(), jax.random.key(2))
+    assert (other_target_key != target_key).any() and (other_key != key).any()
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), params, new_state.params)
     assert all(jax.tree.leaves(moved)), moved
 

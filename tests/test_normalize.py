@@ -192,17 +192,6 @@ def test_scaled_rewards_are_clipped():
     assert scaled[500].tolist() == [10, -10, 0]
 
 
-def test_evaluation_changes_nothing():
-    normalizer, state = make_normalizer()
-    for rollout in random_rollouts(np.random.default_rng(0), (8,)):
-        state, _ = normalizer.update(state, rollout)
-    before = jax.tree.map(np.array, state)
-    first = normalizer.observe(state, rollout.obs)
-    second = normalizer.observe(state, rollout.obs)
-    jax.tree.map(np.testing.assert_array_equal, state, before)
-    np.testing.assert_array_equal(first, second)
-
-
 def test_before_the_first_rollout_observations_are_only_clipped():
     normalizer, state = make_normalizer()
     obs = jnp.float32([[0.5, -3], [11, -1e9]])

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from run_helpers import best_return
 from toy_envs import EchoEnv, NonsenseEnv, TimerJaxEnv, use_env
 
-from algos import ppo
+from algos import ppo, ppo_rnn
 from algos.ppo import PRESETS, Algorithm, Config, LearnerState, Trainer
 from common import load
 from common.distributions import Categorical
@@ -337,6 +337,20 @@ def test_step_size_falls_to_0_over_the_updates_of_the_run(anneal):
     np.testing.assert_allclose(steps, expected, rtol=1e-3)
 
 
+def test_recurrent_ppo_has_the_same_optimizer():
+    """Clipped where a gradient is long, with Adam's ε where it is short, and annealed."""
+    fields = dict(num_envs=4, num_steps=32, total_timesteps=384, update_epochs=2, num_minibatches=2)
+    params = {"x": jnp.zeros(2)}
+    updates = []
+    for module in (ppo, ppo_rnn):
+        optimizer = module.Algorithm(module.Config(**fields), VECTOR, TWO).optimizer
+        state = optimizer.init(params)
+        for gradient in ([3.0, 4.0], [0.3, 0.0], [0.0, 1e-5]):
+            update, state = optimizer.update({"x": jnp.array(gradient)}, state, params)
+            updates.append(update["x"])
+    np.testing.assert_array_equal(updates[:3], updates[3:])
+
+
 # --- The epochs -----------------------------------------------------------------------------------
 
 
@@ -348,7 +362,7 @@ def learn(learner, minibatch):
     return (count + 1, seen.at[count].set(minibatch.value)), approx_kl, metrics
 
 
-def learned(value, rows, monkeypatch, target_kl=None, **before):
+def learned(value, rows, monkeypatch, target_kl=None, module=ppo, **before):
     """The updates that `Trainer.learn_trajectory` makes of rows [K, M, B], and its metrics."""
     rows = jnp.asarray(rows)
     epochs, minibatches, size = rows.shape
@@ -356,24 +370,27 @@ def learned(value, rows, monkeypatch, target_kl=None, **before):
     batch = batch_of(value=value)._replace(
         **dict.fromkeys(("obs", "action", "log_prob", "advantages", "returns"), value)
     )
-    trainer = object.__new__(Trainer)
+    trainer = object.__new__(module.Trainer)
     trainer.config = SimpleNamespace(
         update_epochs=epochs, num_minibatches=minibatches, target_kl=target_kl
     )
     trainer.agent = SimpleNamespace(learn=learn, prepare=lambda learner, *_: (learner, batch))
-    monkeypatch.setattr(ppo, "shuffled_rows", lambda *_: rows)
+    monkeypatch.setattr(module, "shuffled_rows", lambda *_: rows)
     learner = jnp.int32(0), jnp.full((epochs * minibatches, size), -1.0)
     metrics = {"approx_kl": 0.0, "loss": 0.0, "charts/updates": 0.0} | before
     metrics = {name: jnp.float32(x) for name, x in metrics.items()}
-    state = ppo.TrainState(learner, (), jax.random.key(0), jnp.int32(0))
+    fields = {"learner": learner, "env": (), "key": jax.random.key(0), "step": jnp.int32(0)}
+    fields |= {"core": ()} if module is ppo_rnn else {}
+    state = module.TrainState(**fields)
     state, metrics = trainer.learn_trajectory(state, metrics, Trajectory((), ()))
     count, seen = state.learner
     return int(count), seen, {name: float(x) for name, x in metrics.items()}
 
 
-def test_every_epoch_learns_from_each_minibatch(monkeypatch):
+@pytest.mark.parametrize("module", [ppo, ppo_rnn])
+def test_every_epoch_learns_from_each_minibatch(monkeypatch, module):
     rows = np.array([[[2, 0], [1, 3]], [[3, 2], [0, 1]], [[1, 0], [2, 3]]])
-    count, seen, metrics = learned([1, 2, 4, 8], rows, monkeypatch)
+    count, seen, metrics = learned([1, 2, 4, 8], rows, monkeypatch, module=module)
     assert count == 6
     assert seen.tolist() == [[4, 1], [2, 8], [8, 4], [1, 2], [2, 1], [4, 8]]
     assert metrics == {"approx_kl": 4 + 2 + 8 + 1 + 2 + 4, "loss": 12, "charts/updates": 6}

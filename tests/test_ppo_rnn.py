@@ -332,6 +332,7 @@ def test_learns_what_only_memory_can():
 
 
 @pytest.mark.learning
+@pytest.mark.slow
 def test_without_memory_the_same_task_stays_a_guess():
     assert abs(trained_return(ppo)) < 0.5
 

@@ -153,4 +153,4 @@ def test_learns_cartpole():
     # 8 seeds gave 149 to 500; no bootstrap gave 35 and 15, and δ for δ² in the loss 9. Priorities
     # 1 / |δ| gave 198 and 149, no weights 458 and 500: CartPole does not tell, the priorities and
     # losses by hand above do.
-    assert return_after_cartpole(prioritized_dqn, 1) >= 150
+    assert return_after_cartpole(prioritized_dqn, 1) >= 100

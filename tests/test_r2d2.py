@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from algos.r2d2 import PRESETS, Agent, Algorithm, Config, Trainer
+from common.action_masks import UNAVAILABLE
 from common.errors import UserError
 from common.networks import Memory
 from common.replay import Sequences, Transition
 from common.targets import value_rescale, value_unrescale
 
-GAMMA = 0.9
+GAMMA, KEY = 0.9, jax.random.key(0)
 SMALL = Config(
     env_id="gymnax/CartPole-v1",
     num_envs=2,
@@ -153,19 +155,62 @@ def test_each_environment_explores_with_its_own_epsilon(trainer):
     paper = Agent(Config(num_envs=8, base_epsilon=0.4), trainer.algorithm)
     np.testing.assert_allclose(paper.epsilon, 0.4 ** np.arange(1.0, 9.0), rtol=1e-5)
     np.testing.assert_allclose(trainer.agent.epsilon, [0.4, 0.4**8], rtol=1e-5)
-    q_values = jnp.tile(jnp.array([0.0, 1.0]), (2, 1))
-    keys = jax.random.split(jax.random.key(0), 4_000)
-    greedy = trainer.agent.epsilon_greedy
-    actions = jax.vmap(lambda key: greedy(q_values, None, trainer.agent.epsilon, key))(keys)
-    np.testing.assert_allclose((actions == 0).mean(axis=0), [0.2, 0.0], atol=0.02)
+    learner, obs, keys = trainer.state.learner, jnp.ones((2, 4)), jax.random.split(KEY, 4_000)
+    memory = Memory(trainer.state.core, jnp.ones(2, bool))
+    best = trainer.agent.step(learner, obs, memory)[0].argmax(axis=-1)  # [N]
+    sample = jax.vmap(lambda key: trainer.agent.sample(learner, obs, key, memory)[0])
+    # Half of the uniform actions are the greedy one.
+    np.testing.assert_allclose((sample(keys) != best).mean(axis=0), [0.2, 0.0], atol=0.02)
 
 
-def test_learning_changes_the_priorities_that_were_drawn(trainer, acted):
-    state, _ = acted
+def test_an_update_values_with_the_target_network_and_stores_its_priorities(trainer, acted):
+    """Its own burn-in, its Q-values, and the importance weights of unequal priorities."""
+    state, algorithm = acted[0], trainer.algorithm
+    priorities = 1.0 + jnp.arange(8)
+    replay = trainer.replay.update_priorities(state.replay, jnp.arange(8), priorities)
+    learner = state.learner._replace(target_params=jax.tree.map(jnp.negative, state.learner.params))
+    state = state._replace(replay=replay, learner=learner)
+
+    @jax.jit
+    def by_hand(state: Any) -> tuple[Any, Any, Any]:
+        _, key = jax.random.split(state.key)
+        batch = trainer.replay.sample_sequences(state.replay, key, SMALL.batch_size, 0.6)
+        params, target_params = state.learner.params, state.learner.target_params
+        rows, core, *_ = algorithm.burn_in(target_params, batch)
+        target_q_values, _ = algorithm.predict(target_params, rows.obs, core, rows.valid)
+        batch = algorithm.burn_in(params, batch)
+        loss, (priority, _) = algorithm.loss_fn(params, target_q_values, batch)
+        return loss, priority, batch
+
+    loss, priority, batch = by_hand(state)
+    assert len(set(batch.weight.tolist())) > 1
     trained, metrics = jax.jit(trainer._run_train)(state)
-    before, after = (s.replay.priorities.tree[0] for s in (state, trained))
-    assert 1 <= int((before != after).sum()) <= SMALL.batch_size
-    assert float(metrics["td_loss"]) > 0 and float(metrics["charts/updates"]) == 1
+    np.testing.assert_allclose(metrics["td_loss"], loss, rtol=1e-5)
+    stored = trained.replay.priorities.tree[0][batch.index]
+    np.testing.assert_allclose(stored, (priority + 1e-6) ** 0.9, rtol=1e-4)
+
+
+def test_updates_and_syncs_fall_due_at_their_multiples():
+    trainer = Trainer(replace(SMALL, target_network_frequency=60))
+    start = jax.device_get(trainer.state.learner.params)
+    logs = [log_data["logs"] for log_data in trainer()]
+    # Of the steps above 80 and up to 200: multiples of 20, and 120 and 180.
+    assert sum(log.get("charts/updates", 0) for log in logs) == 6
+    assert sum(log.get("charts/target_updates", 0) for log in logs) == 2
+    learner = jax.device_get(trainer.state.learner)
+    params, target = (x["advantage_head"]["kernel"] for x in learner[:2])
+    assert (target != start["advantage_head"]["kernel"]).any()
+    assert (target != params).any()  # which moved at 200
+
+
+def test_unavailable_actions_are_never_valued():
+    parts = {"action_mask": spaces.MultiBinary(3), "observation": spaces.Box(-9, 9, (3,))}
+    algorithm = Algorithm(SMALL, spaces.Dict(parts), spaces.Discrete(3))
+    mask = jnp.array([[[1, 0, 1], [0, 1, 1]]])
+    obs = {"action_mask": mask, "observation": jnp.ones((1, 2, 3))}
+    params, core = algorithm.init(jax.random.key(0)).params, algorithm.initial_core(1)
+    q_values, _ = algorithm.predict(params, obs, core, jnp.ones((1, 2), bool))
+    np.testing.assert_array_equal(q_values == UNAVAILABLE, mask == 0)
 
 
 def test_a_sequence_must_fit_before_the_first_update():

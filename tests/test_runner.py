@@ -325,7 +325,7 @@ def test_what_importing_an_algorithm_costs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     found, seconds = done.stdout.split()
     assert found == "[]", done.stderr
-    assert float(seconds) < 3
+    assert float(seconds) < 10  # 2 s with bytecode, 6 without
 
 
 def test_wandb_is_only_imported_for_tracking():

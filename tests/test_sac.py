@@ -138,6 +138,13 @@ def test_alpha_loss_by_hand(entropy, rises):
     assert moved.params == log_alpha if rises is None else (moved.params > log_alpha) == rises
 
 
+def test_each_update_draws_from_its_own_key(algorithm, state):
+    batch, losses = random_batch(0), []
+    for key in jax.random.split(jax.random.key(0)):
+        losses.append(algorithm.learn(state, batch, key)[1]["critic_loss"])
+    assert losses[0] != losses[1]  # of targets that are drawn
+
+
 def test_a_whole_update_by_hand(monkeypatch):
     # All rows terminate, so that the targets are the rewards.
     monkeypatch.setattr(jax.random, "normal", lambda key, shape: jnp.full(shape, U))

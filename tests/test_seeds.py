@@ -97,6 +97,7 @@ def test_every_seed_leaves_a_policy(batch_run):
     assert {"charts/episodic_return_std", "seed_3/evaluation_return"} <= names
 
 
+@pytest.mark.slow
 def test_the_folder_of_all_seeds_is_no_policy(batch_run):
     with pytest.raises(
         UserError, match=r"holds 3 seeds; give one of its folders, such as .*seed_1"
@@ -142,6 +143,7 @@ def test_other_environments_are_refused(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_config_of_a_seed_is_its_own(batch_run):
     config = json.loads((batch_run[0] / "seed_3" / "config.json").read_text())
     assert (config["seed"], config["num_seeds"]) == (3, 1)

@@ -139,6 +139,13 @@ def test_the_actor_loss_sees_the_first_critic_alone(algorithm, state):
     assert all(np.any(x) for x in jax.tree.leaves(gradient[0]))
 
 
+def test_each_update_draws_from_its_own_key(algorithm, state):
+    batch, losses = random_batch(0), []
+    for key in jax.random.split(KEY):
+        losses.append(algorithm.learn(state, batch, key, 0)[1]["critic_loss"])
+    assert losses[0] != losses[1]  # of targets that are drawn
+
+
 def test_a_whole_update_by_hand():
     # All rows terminate, so that the targets are the rewards.
     algorithm, state = hand_algorithm(tau=0.25)
