@@ -8,7 +8,8 @@ of those whose returns are not all alike if there are any, is trained anew with 
 `benchmarks/sweep.py` does it, until a share of its steps, and on until three returns were other
 than the first. Each log point's mean return and number of episodes are compared with the committed
 curve. A single different rounding soon acts otherwise and shows there, so equal points mean equal
-arithmetic, but for what only later steps compute. Another kind of processor rounds otherwise, too:
+arithmetic, but for what only later steps compute, and for games so coarse that other actions have
+the same returns. Another kind of processor rounds otherwise, too:
 where a point differs, the commit of the run is checked out and trained on this machine as well, and
 the two codes are compared, their losses too. The same is done where all returns are alike.
 benchmarks/results/repeat.json keeps what was found, and `benchmarks/tables.py` names it in each

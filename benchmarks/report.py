@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +151,8 @@ class Result:
     """name of its flags under --settings"""
     program: str = ""
     """path of its file, if that is not in algos/"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """all its hyper-parameters, as defaults change; older results have none"""
 
     @property
     def label(self) -> str:
@@ -238,15 +240,33 @@ def write_report(out: Path) -> None:
 
 
 def read_groups(out: Path) -> list[list[Result]]:
-    """Return all finished runs under `out`, in groups that differ in the seed alone."""
+    """Return all finished runs under `out`, in groups that differ in the seed alone.
+
+    Raises:
+        UserError: runs of a group differ in more, as defaults changed between them.
+    """
     paths = (out / "jobs").glob("*.json")
     results = [Result(**json.loads(path.read_text())) for path in paths]
     results.sort(key=lambda result: (result.env_id, result.label, result.seed))
-    return [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.label))]
+    groups = [list(group) for _, group in groupby(results, lambda r: (r.env_id, r.label))]
+    for group in groups:
+        _check_same_config(out, group)
+    return groups
+
+
+def _check_same_config(out: Path, group: list[Result]) -> None:
+    first, *others = [result for result in group if result.config] or group
+    for other in others:
+        names = sorted(first.config.keys() & other.config.keys()) if other.config else []
+        if differ := [name for name in names if first.config[name] != other.config[name]]:
+            raise UserError(
+                f"{out} holds {first.label} on {first.env_id} with other {', '.join(differ)} for "
+                f"seed {first.seed} than for {other.seed}; train one of them again elsewhere"
+            )
 
 
 def _runs_table(results: list[Result]) -> str:
-    left_out = ("flags", "curve")
+    left_out = ("flags", "curve", "config")
     header = [name for name in Result.__dataclass_fields__ if name not in left_out]
     return csv_text(header, [[getattr(result, name) for name in header] for result in results])
 

@@ -58,7 +58,7 @@ from common.run.runner import stop_signals
 
 MAX_TRIES = 3
 POLL_SECONDS = 0.2
-OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--eval-frequency")
+OWN_FLAGS = (*("--env-id", "--seed", "--num-seeds", "--runs-dir", "--resume", "--eval-frequency"),)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ class Job:
     def algo(self) -> str:
         """Return the name of its file."""
         return self.program.stem
+
+    @property
+    def other_program(self) -> str:
+        """Return the path of a file that is none of algos/, else nothing."""
+        return "" if self.program.parent == ROOT / "algos" else str(self.program)
 
     @property
     def name(self) -> str:
@@ -247,11 +252,19 @@ def _import_program(program: Path) -> ModuleType:
 
 
 def _check_same_flags(jobs: list[Job], out: Path) -> None:
-    """Refuse to mix runs of different flags in one folder of results."""
+    """Refuse to mix runs of different flags or of files alike in one folder of results."""
     places = [(job, out / "jobs" / f"{job.name}.json") for job in jobs]
     places += [(job, out / "runs" / job.name / "job.json") for job in jobs]
     for job, path in places:
-        before = json.loads(path.read_text())["flags"] if path.exists() else list(job.flags)
+        if not path.exists():
+            continue
+        saved = json.loads(path.read_text())
+        before, program = saved["flags"], saved.get("program", "")
+        if program != job.other_program:
+            raise UserError(
+                f"{out} holds {job.name} of {program or f'algos/{job.algo}.py'}, not of "
+                f"{job.program}; give another --out"
+            )
         if before != list(job.flags):
             raise UserError(
                 f"{out} holds {job.name} with the flags {shlex.join(before)!r}, now they are "
@@ -265,7 +278,7 @@ def _locked(out: Path) -> Generator[IO, None, None]:
     path = out / "runs" / "lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
+        lock = path.open("a")  # what it holds is the other sweep's until the lock is ours
     except OSError as error:
         raise UserError(f"cannot write to {out} ({error}); give another --out") from error
     with lock:
@@ -276,6 +289,7 @@ def _locked(out: Path) -> Generator[IO, None, None]:
                 f"{out} is in use by another sweep, or by runs that a killed one left behind; "
                 "wait until they end, or give another --out"
             ) from error
+        lock.truncate(0)
         yield lock
 
 
@@ -374,10 +388,12 @@ class Sweep:
     def _settle(self, run: "Run", code: int) -> None:
         """Decide what the end of a run's process means."""
         name, missing = run.job.name, run.missing()
-        self._write_state(run, run.seconds + time.monotonic() - run.started)
+        has_begun = self.place.progress(run) is not None  # else it waited for a core
+        self._write_state(run, run.seconds + has_begun * (time.monotonic() - run.started))
         self.display.drop(run)
         end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        interrupted = code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        interrupted = code < 0 or code - 128 in stops
         if code == 0 and not missing:
             result = make_result(run, *self.place.origin(run))
             write_atomically(self._result_path(run.job), json.dumps(asdict(result)))
@@ -394,7 +410,8 @@ class Sweep:
             self.failures.append(line)
 
     def _write_state(self, run: "Run", seconds: float) -> None:
-        state = {"flags": run.job.flags, "seconds": round(seconds, 1)}
+        state = {"flags": run.job.flags, "program": run.job.other_program}
+        state |= {"seconds": round(seconds, 1)}
         write_atomically(run.folder / "job.json", json.dumps(state))
 
     def _result_path(self, job: Job) -> Path:
@@ -573,6 +590,8 @@ def make_result(run: Run, commit: str, machine: str) -> Result:
     """Read what a run that ended well left in its folder."""
     folder, job = run.run_folders()[-1], run.job
     final = json.loads((folder / "result.json").read_text())
+    saved = json.loads((folder / "config.json").read_text())
+    names = _import_program(job.program).Config.__dataclass_fields__
     rows = read_metrics(folder / "metrics.csv")
     curve = read_curve(rows)
     return Result(
@@ -590,7 +609,8 @@ def make_result(run: Run, commit: str, machine: str) -> Result:
         machine=machine if final["device"] == "cpu" else f"{machine}, {final['device']}",
         curve=curve,
         setting=job.setting,
-        program="" if job.program.parent == ROOT / "algos" else str(job.program),
+        program=job.other_program,
+        config={name: saved[name] for name in names if name in saved and name != "seed"},
     )
 
 

@@ -3,12 +3,14 @@ import csv
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +139,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
         (["--", "--eval-episodes", "0"], "--eval-episodes 0 cannot follow `--`"),
         (["--", "--seed=3"], "--seed=3 cannot follow `--`"),
+        (["--", "--num-seeds", "4"], "--num-seeds cannot follow `--`"),
         (["--settings", "fast"], "--settings takes NAME: FLAGS"),
         (["--settings", "a/b: --gamma 0.9"], "--settings takes NAME: FLAGS"),
         (["--settings", "a: --gamma 0.9", "a: --gamma 0.8"], "each NAME once"),
@@ -159,8 +162,12 @@ def test_out_that_cannot_be_written_or_is_in_use(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         sweep.main(["--out", str(tmp_path / "file" / "out")])
-    with sweep._locked(tmp_path), pytest.raises(UserError, match="is in use by another sweep"):
-        sweep.main(["--out", str(tmp_path)])
+    with sweep._locked(tmp_path) as lock:
+        lock.write("word")  # by which the nodes of a cluster know a shared folder
+        lock.flush()
+        with pytest.raises(UserError, match="is in use by another sweep"):
+            sweep.main(["--out", str(tmp_path)])
+        assert (tmp_path / "runs" / "lock").read_text() == "word"
 
 
 def mine() -> str:
@@ -198,6 +205,18 @@ def test_a_file_from_elsewhere_and_settings(tmp_path):
         sweep.make_jobs(options, [])
 
 
+def test_runs_of_other_defaults_are_no_group(tmp_path):
+    """A default that changed between two calls of one sweep shows in no flag."""
+    configs = [{"gamma": 0.9, "tau": 1.0}, {}, {"gamma": 0.9}, {"gamma": 0.8, "tau": 1.0}]
+    for seed, config in enumerate(configs, 1):
+        result = make_result(seed=seed, config=config)
+        report.write_atomically(tmp_path / "jobs" / f"{seed}.json", json.dumps(asdict(result)))
+        if seed < 4:
+            assert len(report.read_groups(tmp_path)) == 1
+    with pytest.raises(UserError, match="other gamma for seed 1 than for 4"):
+        report.read_groups(tmp_path)
+
+
 def test_the_report_has_a_line_for_each_setting(tmp_path):
     flags = ["--eval-frequency", "0", "--gamma", "0.9"]
     results = [make_result(setting="low", flags=flags, program="/tmp/dqn.py"), make_result()]
@@ -227,6 +246,24 @@ def test_finished_runs_are_skipped_setting_by_setting(tmp_path, monkeypatch, cap
     assert names == {"dqn__a__CartPole-v1__1", "dqn__b__CartPole-v1__1"}
     with pytest.raises(UserError, match="repeat those, or give another --out"):
         sweep.main([*args, "a: --gamma 0.7", *last])
+    mine = tmp_path / "mine" / "dqn.py"  # an edited copy is another program
+    mine.parent.mkdir()
+    shutil.copy(ROOT / "algos" / "dqn.py", mine)
+    with pytest.raises(UserError, match=rf"of algos/dqn\.py, not of {mine}; give another --out"):
+        sweep.main(["--algos", str(mine), *args, "a: --gamma 0.9", *last])
+
+
+@pytest.mark.parametrize(("progress", "seconds"), [(None, 7.0), ((0, {}), 107.0)])
+def test_waiting_for_a_core_is_no_time_of_a_run(tmp_path, monkeypatch, progress, seconds):
+    monkeypatch.setattr("time.monotonic", lambda: 300.0)
+    place = SimpleNamespace(progress=lambda run: progress)
+    (job,) = sweep.make_jobs(sweep.SweepOptions(num_seeds=1), [])
+    stopped = sweep.Sweep([job], tmp_path, 1, place)
+    run, stopped.told_to_stop = stopped.waiting[0], True
+    stopped._write_state(run, 7.0)
+    run.started = 200.0
+    stopped._settle(run, -9)
+    assert run.seconds == seconds
 
 
 # Processes
