@@ -65,6 +65,7 @@ class Config:
     num_steps: Positive[int] = 128  # steps of each environment in a rollout
     gamma: Fraction = 0.99  # discount of one step
     gae_lambda: Fraction = 0.95  # λ: 0 trusts the next value, 1 the rewards of the episode
+    terminate_truncated: bool = False  # take truncated episodes for terminated ones, as CleanRL
     update_epochs: Positive[int] = 4  # passes over a rollout
     num_minibatches: Positive[int] = 4  # minibatches in a pass
     normalize_advantages: bool = True  # give the advantages of a minibatch mean 0 and deviation 1
@@ -180,7 +181,7 @@ class Algorithm:
         log_prob, value = rollout.extras
         advantages = gae(
             reward=rollout.reward,
-            terminated=rollout.terminated,
+            terminated=rollout.terminated | (rollout.truncated & self.config.terminate_truncated),
             truncated=rollout.truncated,
             value=jnp.concatenate([value, last_value[None]]),  # [T + 1, N]
             gamma=self.config.gamma,

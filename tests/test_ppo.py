@@ -213,6 +213,29 @@ def test_targets_by_hand():
     leaves_equal(batch[:4], kept)
 
 
+def test_truncated_episodes_can_be_taken_for_terminated_ones():
+    truncated = jnp.array([[False, True, False], [False, False, True]]).T[:, :2]  # [T, N]
+    zeros = jnp.zeros((3, 2))
+    rollout = Transition(
+        obs=zeros[..., None],
+        action=zeros.astype(int),
+        reward=zeros + 1,
+        terminated=~truncated & False,
+        truncated=truncated,
+        valid=~truncated | True,
+        extras=(zeros, zeros + 4),
+    )
+    last_value = jnp.array([6.0, 6.0])
+
+    def advantages(**options):
+        algorithm = hand_algorithm(gamma=0.5, gae_lambda=0.0, **options)
+        return algorithm.targets(rollout, last_value).advantages.T.tolist()
+
+    # δ: 1 + ½·4 - 4 = -1, at the end 1 + ½·6 - 4 = 0, and where nothing follows 1 - 4 = -3
+    assert advantages() == [[-1, -1, 0], [-1, -1, 0]]
+    assert advantages(terminate_truncated=True) == [[-1, -3, 0], [-1, -1, -3]]
+
+
 def collect(trainer, rollouts=1):
     """Collect rollouts; the policy stays, but for larger logits and the statistics.
 
