@@ -168,6 +168,7 @@ def test_rows_without_a_transition_teach_nothing():
     leaves_equal(train(1.5), train(-1e4))
 
 
+@pytest.mark.slow
 def test_the_value_goes_on_after_a_time_limit_and_not_after_an_end(monkeypatch):
     # Three steps of reward 1: then nothing, or the value of an endless episode.
     use_env(monkeypatch, a2c, TimerJaxEnv(3))
