@@ -47,7 +47,7 @@ def main(options: ExportOptions) -> None:
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("the file is written by flatbuffers; pip install 'quartet-rl[export]'")
     path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
-    if options.out and not path.parent.is_dir():
+    if options.out and not _can_be_written(path):
         raise UserError(f"--out {path} cannot be written; give a file in a folder that exists")
     threads.use_cores(1)
     from common.run.load import load
@@ -60,6 +60,13 @@ def main(options: ExportOptions) -> None:
         raise UserError(f"--out {path} cannot be written ({one_line(error)})") from error
     platforms = " and ".join(exported.platforms)
     print(f"{path}: {words} for {platforms}, checkpoint {policy.step}")
+
+
+def _can_be_written(path: Path) -> bool:
+    try:
+        return path.parent.is_dir() and not path.is_dir()
+    except OSError:  # too long a name, or a folder that may not be searched
+        return False
 
 
 def export_policy(policy: "Policy") -> tuple[str, "Exported"]:

@@ -187,6 +187,7 @@ def test_images_and_dicts_of_any_batch_size():
         (["run", "--checkpoint", "first"], "--checkpoint must be a step, latest or best"),
         (["run", "--out", "nowhere/a"], "--out nowhere/a cannot be written"),
         (["run", "--out", "run"], "--out run cannot be written"),
+        (["run", "--out", "n" * 300], "nnn cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_creates_nothing(tmp_path, capsys, monkeypatch, args, part):
