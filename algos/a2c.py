@@ -57,7 +57,7 @@ class Config:
     num_steps: Positive[int] = 5  # t_max: steps of each environment in a rollout
     gamma: Fraction = 0.99  # discount of one step
     gae_lambda: Fraction = 1.0  # λ: 0 trusts the next value, 1 the rewards, as in the paper
-    terminate_truncated: bool = False  # take truncated episodes for terminated ones, as CleanRL
+    terminate_truncated: bool = False  # take truncated episodes for terminated ones
     normalize_advantages: bool = False  # give the advantages of a rollout mean 0 and deviation 1
     entropy_coef: NonNegative[float] = 0.01  # β: weight of the entropy bonus
     value_coef: NonNegative[float] = 0.5  # c_V: weight of the value loss

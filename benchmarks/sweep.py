@@ -18,8 +18,9 @@ Folders and files under --out (NAME is ALGO__ENV_ID__SEED, or ALGO__SETTING__ENV
     curves.csv      mean, interquartile mean and 95 % interval over seeds; ENV_ID.png shows them
     runs/NAME/      its run folder, and what it printed in output.txt
 
-Exit codes: 0 all finished; 1 a run failed for good; 2 bad input; 130 and 143 stopped by Ctrl-C or
-SIGTERM, after the runs wrote their checkpoints (a second Ctrl-C kills them).
+Exit codes: 0 all finished; 1 a run failed for good; 2 bad input; 130, 143 and 129 stopped by
+Ctrl-C, SIGTERM or the end of the terminal (SIGHUP), after the runs wrote their checkpoints (a
+second Ctrl-C kills them).
 """
 
 import contextlib
@@ -37,10 +38,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -52,6 +53,7 @@ from report import Result, file_name, late_return, read_curve, write_atomically,
 
 from common.run import cli
 from common.run.config import check_config
+from common.run.folder import check_name
 from common.run.logger import make_console, read_metrics
 from common.run.ray_cluster import connected
 from common.run.runner import stop_signals
@@ -93,6 +95,8 @@ class Job:
     seed: int
     flags: tuple[str, ...]
     total_timesteps: int
+    config: dict[str, Any] = field(default_factory=dict)
+    """all its hyper-parameters but the seed"""
 
     @property
     def algo(self) -> str:
@@ -123,6 +127,7 @@ def main(args: list[str]) -> int:
     if options.ray_address is not None:
         return _execute_on_ray(jobs, out.absolute(), options)
     workers = options.workers or len(usable_cores())
+    check_name(out, "--out")
     _check_same_flags(jobs, out)
     with _locked(out) as lock:
         return Sweep(jobs, out, workers, ThisMachine(workers, lock)).execute()
@@ -160,8 +165,9 @@ def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
     ):
         _check_own_flags([*extra_flags, *settings[setting]])
         flags = (*own, *extra_flags, *settings[setting])
-        steps = _check_flags(program, env_id, flags)
-        jobs += [Job(program, setting, env_id, seed, flags, steps) for seed in seeds]
+        config = _check_flags(program, env_id, flags)
+        job = Job(program, setting, env_id, 0, flags, config["total_timesteps"], config)
+        jobs += [replace(job, seed=seed) for seed in seeds]
     return jobs
 
 
@@ -216,8 +222,8 @@ def _check_own_flags(flags: Iterable[str]) -> None:
             )
 
 
-def _check_flags(program: Path, env_id: str, flags: Iterable[str]) -> int:
-    """Check what can be checked without making environments; return total_timesteps."""
+def _check_flags(program: Path, env_id: str, flags: Iterable[str]) -> dict[str, Any]:
+    """Check what can be checked without making environments; return all but the seed as JSON."""
     module = _import_program(program)
     options = cli.parse(module.Config, module.PRESETS, ["--env-id", env_id, *flags])
     config = options.config
@@ -226,7 +232,8 @@ def _check_flags(program: Path, env_id: str, flags: Iterable[str]) -> int:
         raise UserError("--eval-episodes 0 cannot follow `--`: the tables show evaluation returns")
     if config.env_module is None:
         resolve_backend(env_id, config.env_backend)
-    return config.total_timesteps
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__ if name != "seed"}
+    return json.loads(json.dumps(fields))
 
 
 def _import_program(program: Path) -> ModuleType:
@@ -260,6 +267,7 @@ def _check_same_flags(jobs: list[Job], out: Path) -> None:
             continue
         saved = json.loads(path.read_text())
         before, program = saved["flags"], saved.get("program", "")
+        config = saved.get("config", {})
         if program != job.other_program:
             raise UserError(
                 f"{out} holds {job.name} of {program or f'algos/{job.algo}.py'}, not of "
@@ -269,6 +277,12 @@ def _check_same_flags(jobs: list[Job], out: Path) -> None:
             raise UserError(
                 f"{out} holds {job.name} with the flags {shlex.join(before)!r}, now they are "
                 f"{shlex.join(job.flags)!r}; repeat those, or give another --out"
+            )
+        differ = [name for name in config if config[name] != job.config.get(name, config[name])]
+        if differ:
+            raise UserError(
+                f"{out} holds {job.name} with other defaults of {', '.join(differ)}; give another "
+                "--out"
             )
 
 
@@ -590,8 +604,6 @@ def make_result(run: Run, commit: str, machine: str) -> Result:
     """Read what a run that ended well left in its folder."""
     folder, job = run.run_folders()[-1], run.job
     final = json.loads((folder / "result.json").read_text())
-    saved = json.loads((folder / "config.json").read_text())
-    names = _import_program(job.program).Config.__dataclass_fields__
     rows = read_metrics(folder / "metrics.csv")
     curve = read_curve(rows)
     return Result(
@@ -610,7 +622,7 @@ def make_result(run: Run, commit: str, machine: str) -> Result:
         curve=curve,
         setting=job.setting,
         program=job.other_program,
-        config={name: saved[name] for name in names if name in saved and name != "seed"},
+        config=job.config,
     )
 
 

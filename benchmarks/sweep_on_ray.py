@@ -163,14 +163,16 @@ class RunOnNode:
 
     def _keep_flags(self) -> None:
         """Refuse to go on with what another sweep left on this node in a folder of that name."""
-        path, flags = self.run.folder / "job.json", list(self.run.job.flags)
-        before = json.loads(path.read_text())["flags"] if path.exists() else flags
-        if before != flags:
-            raise ValueError(
-                f"{self.run.folder} on {socket.gethostname()} has the flags {before}, now they are "
-                f"{flags}; give another --out"
-            )
-        path.write_text(json.dumps({"flags": flags, "seconds": 0.0}))
+        path, job = self.run.folder / "job.json", self.run.job
+        now = {"flags": list(job.flags), "program": job.other_program}
+        before = json.loads(path.read_text()) if path.exists() else now
+        for name, value in now.items():
+            if before.get(name, value) != value:
+                raise ValueError(
+                    f"{self.run.folder} on {socket.gethostname()} has the {name} {before[name]}, "
+                    f"now it is {value}; give another --out"
+                )
+        path.write_text(json.dumps(now | {"seconds": 0.0}))
 
     def _files(self) -> dict[str, bytes]:
         """Return what the run wrote, but for its checkpoints."""

@@ -334,7 +334,8 @@ def published_line(cells: list[Cell]) -> str:
             reached += 1
         else:
             short.append(f"{row[0]} on {row[1]} (up to {high:.1f}, published {PUBLISHED[row]})")
-    line = f"Rows with a published figure: {reached + len(short)}, of {len(figures)} figures. "
+    line = f"Rows with a published figure: {reached + len(short)}"
+    line += f", beside {len(figures)} different figures. "
     line += f"The 95 % interval of {reached} of them reaches it or lies above"
     line += f"; it ends below for {', '.join(short)}." if short else "."
     tasks = sum(env_id in DM_CONTROL for _, env_id, _ in not_run)

@@ -488,7 +488,11 @@ def test_runs_dir_that_is_a_file(capsys, tmp_path):
 def test_runs_dir_whose_checkpoints_could_not_be_read(capsys, tmp_path):
     """orbax looks for its files by patterns, and finds none below exp[1]."""
     runs = tmp_path / "exp[1]"
-    check(run_here(capsys, *SHORT, "--runs-dir", runs), ["--runs-dir", "has [ ] in its"], runs)
+    check(
+        run_here(capsys, *SHORT, "--runs-dir", runs),
+        ["--runs-dir", "has [1] in its whole path"],
+        runs,
+    )
 
 
 def test_runs_dir_that_leads_nowhere(capsys, tmp_path):

@@ -211,7 +211,11 @@ def test_a_copy_of_the_code_is_never_half(saved, tmp_path, monkeypatch):
 
 
 def test_folders_whose_checkpoints_could_not_be_read(saved, tmp_path):
-    refused(saved[1], tmp_path / "run*", "has * in its whole path", "give a folder")
+    for name, found in (("run[2]", "[2]"), ("a\\b", "\\")):
+        refused(saved[1], tmp_path / name, f"has {found} in its whole path", "give a folder")
+    for name in ("run?", "run*", "a[b"):
+        save(saved[1], tmp_path / name)
+        assert load(tmp_path / name).step == 400
     with pytest.raises(UserError, match=r"cannot save to .* File name too long"):
         save(saved[1], tmp_path / ("n" * 300))
 

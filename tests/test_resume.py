@@ -262,6 +262,19 @@ def test_the_end_of_the_terminal_is_a_signal_unless_nohup_has_it_ignored(before,
     assert run_alone(program=("-c", code)) == (0, f"{received}\n", "")
 
 
+def test_a_terminal_that_ends_may_say_so_twice():
+    """Its shell and the kernel both do; standard error is gone by then."""
+    code = (
+        "import os, signal; from common.run.runner import _die, stop_signals\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "with stop_signals(_die) as received:\n"
+        "    for _ in range(3): signal.raise_signal(signal.SIGHUP)\n"
+        "    print(received, flush=True); os.close(2)\n"
+        "    signal.raise_signal(signal.SIGTERM); print('never')"
+    )
+    assert run_alone(program=("-c", code)) == (143, "[<Signals.SIGHUP: 1>]\n", "")
+
+
 def test_ctrl_c_outside_of_training(capsys, tmp_path, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -343,6 +356,8 @@ def test_files_that_vanish_or_appear_are_noticed(tmp_path):
     with pytest.raises(ValueError, match="default/more is damaged"):
         Checkpoints(folder).check(4000)
     (folder / "4000" / "default" / "more").rename(folder / "4000" / ".DS_Store")
+    (folder / "4000" / "default" / ".hidden").mkdir()
+    (folder / "4000" / "default" / ".hidden" / "more").touch()
     Checkpoints(folder).check(4000)  # hidden files are not orbax's
     (folder / "4000" / "metrics" / "metrics").unlink()
     with pytest.raises(ValueError, match="metrics/metrics is damaged"):

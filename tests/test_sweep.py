@@ -131,6 +131,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--algos", "dqn", "nope"], "unknown --algos 'nope'; accepted are"),
         (["--workers", "0"], "--workers must be 1 or more, got 0"),
         (["--workers", "two"], "--workers"),
+        (["--out", "o[1]"], "--out o[1] has [1] in its whole path"),
         (["--num-seeds", "0"], "--num-seeds must be 1 or more, got 0"),
         (["--env-ids", "CartPole-v1", "Cartpole-v1"], "unknown --env-id 'Cartpole-v1'"),
         (["--eval-frequency", "-1"], "--eval-frequency must be 0 or more, got -1"),
@@ -246,6 +247,13 @@ def test_finished_runs_are_skipped_setting_by_setting(tmp_path, monkeypatch, cap
     assert names == {"dqn__a__CartPole-v1__1", "dqn__b__CartPole-v1__1"}
     with pytest.raises(UserError, match="repeat those, or give another --out"):
         sweep.main([*args, "a: --gamma 0.7", *last])
+    path = tmp_path / "jobs" / "dqn__a__CartPole-v1__1.json"
+    finished = json.loads(path.read_text())
+    assert finished["config"]["gamma"] == 0.9 and "seed" not in finished["config"]
+    path.write_text(json.dumps(finished | {"config": {"tau": 0.5}}))  # the default of then
+    with pytest.raises(UserError, match="with other defaults of tau; give another --out"):
+        sweep.main([*args, "a: --gamma 0.9", *last])
+    path.write_text(json.dumps(finished))
     mine = tmp_path / "mine" / "dqn.py"  # an edited copy is another program
     mine.parent.mkdir()
     shutil.copy(ROOT / "algos" / "dqn.py", mine)

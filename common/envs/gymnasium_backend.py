@@ -205,7 +205,8 @@ def _clean_start() -> Generator[None, None, None]:
     resource_tracker.ensure_running()  # first, because starting it undoes the mask
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    deaf_to = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
     try:
         yield
     finally:

@@ -155,9 +155,11 @@ def _checksums(folder: Path) -> dict[str, int]:
 
     Those, such as the .DS_Store of a Mac that looked into it, are not orbax's.
     """
-    files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
-    sums = {path.relative_to(folder).as_posix(): _crc32(path) for path in files}
-    return {name: crc for name, crc in sums.items() if name != CHECKSUMS}
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    orbax_files = [path for path in files if not any(part[0] == "." for part in path.parts)]
+    return {
+        path.as_posix(): _crc32(folder / path) for path in orbax_files if path.name != CHECKSUMS
+    }
 
 
 def _crc32(path: Path) -> int:

@@ -5,6 +5,7 @@ import fcntl
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from common.run.config import flag_of, read_object
 from common.run.trainer import RunConfig, Trainer
 
 LOCK = "lock"
-PATTERN = set("[]*?\\")
+PATTERN = re.compile(r"\\|\[.*\]")  # in which orbax does not find a file of that name
 MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
 
 
@@ -71,12 +72,12 @@ def check_name(folder: Path, flag: str) -> None:
     """Refuse a folder whose checkpoints orbax could not read again, as it searches by patterns.
 
     Raises:
-        UserError: its whole path holds a character of a pattern.
+        UserError: its whole path has a backslash or words in brackets.
     """
-    if found := PATTERN & set(str(folder.absolute())):
+    if found := PATTERN.search(str(folder.absolute())):
         raise UserError(
-            f"{flag} {folder} has {' '.join(sorted(found))} in its whole path, which no checkpoint "
-            "can be read from again; give a folder without it"
+            f"{flag} {folder} has {found[0]} in its whole path, from which no checkpoint can be "
+            "read again; give a folder without it"
         )
 
 

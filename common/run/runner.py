@@ -366,7 +366,7 @@ class _Run:
                 lines += [f"left as they went on alone: {', '.join(kept)}"] if kept else []
             except Exception as error:  # orbax has many
                 reason = one_line(error)[:200]
-                lines[-1] = f"policies of the seeds are missing ({reason}); free space, --resume"
+                lines[-1] = f"policies of the seeds are missing ({reason}); --resume writes them"
         lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self.video)
@@ -465,7 +465,9 @@ def stop_signals(
     def receive(number: int, frame: Any) -> None:
         received.append(signal.Signals(number))
         for one in caught:
-            signal.signal(one, second or previous[one])
+            # A terminal that ends sends SIGHUP twice, by its shell and by the kernel.
+            is_hangup = one == signal.SIGHUP
+            signal.signal(one, signal.SIG_IGN if is_hangup else second or previous[one])
 
     previous = {one: signal.signal(one, receive) for one in caught}
     try:
@@ -477,7 +479,8 @@ def stop_signals(
 
 def _die(number: int, frame: Any) -> None:
     """End at once, without what exceptions and destructors would do on the way."""
-    os.write(2, f"killed by {signal.Signals(number).name}\n".encode())
+    with contextlib.suppress(OSError):  # where the terminal is gone
+        os.write(2, f"killed by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
 
