@@ -130,8 +130,8 @@ def test_published_figures_that_are_reached_missed_and_not_run(
     ]
     assert tables.published_line(cells) == (
         "Rows with a published figure: 2, beside 2 different figures. The 95 % interval of 1 of "
-        "them reaches it or lies above; it ends below for c51 on CartPole-v1 (up to 8.0, published 9). "
-        "Published, but not run here with 3 seeds: dqn on Acrobot-v1; "
+        "them reaches it or lies above; it ends below for c51 on CartPole-v1 (up to 8.0, published "
+        "9). Published, but not run here with 3 seeds: dqn on Acrobot-v1; "
         "ppo on Acrobot-v1, MountainCar-v0; ppo on 2 of 48 tasks of dm_control."
     )
 
