@@ -254,11 +254,15 @@ def read_groups(out: Path) -> list[list[Result]]:
     return groups
 
 
+def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the hyper-parameters that two runs both have, with other values."""
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
 def _check_same_config(out: Path, group: list[Result]) -> None:
     first, *others = [result for result in group if result.config] or group
     for other in others:
-        names = sorted(first.config.keys() & other.config.keys()) if other.config else []
-        if differ := [name for name in names if first.config[name] != other.config[name]]:
+        if differ := changed_fields(first.config, other.config):
             raise UserError(
                 f"{out} holds {first.label} on {first.env_id} with other {', '.join(differ)} for "
                 f"seed {first.seed} than for {other.seed}; train one of them again elsewhere"

@@ -38,7 +38,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol
@@ -49,7 +49,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.envs import resolve_backend
 from common.errors import UserError, one_line
 from machine import ROOT, describe_commit, describe_cores, on_cores, usable_cores
-from report import Result, file_name, late_return, read_curve, write_atomically, write_report
+from report import (
+    Result,
+    changed_fields,
+    file_name,
+    late_return,
+    read_curve,
+    write_atomically,
+    write_report,
+)
 
 from common.run import cli
 from common.run.config import check_config
@@ -60,7 +68,7 @@ from common.run.runner import stop_signals
 
 MAX_TRIES = 3
 POLL_SECONDS = 0.2
-OWN_FLAGS = (*("--env-id", "--seed", "--num-seeds", "--runs-dir", "--resume", "--eval-frequency"),)
+OWN_FLAGS = ("--env-id", "--seed", "--num-seeds", "--runs-dir", "--resume", "--eval-frequency")
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,10 @@ def main(args: list[str]) -> int:
     split = args.index("--") if "--" in args else len(args)
     options = cli.parse_flags(SweepOptions, args[:split], __doc__ or "")
     jobs, out = make_jobs(options, args[split + 1 :]), Path(options.out)
+    check_name(out, "--out")
     if options.ray_address is not None:
         return _execute_on_ray(jobs, out.absolute(), options)
     workers = options.workers or len(usable_cores())
-    check_name(out, "--out")
     _check_same_flags(jobs, out)
     with _locked(out) as lock:
         return Sweep(jobs, out, workers, ThisMachine(workers, lock)).execute()
@@ -166,8 +174,8 @@ def make_jobs(options: SweepOptions, extra_flags: list[str]) -> list[Job]:
         _check_own_flags([*extra_flags, *settings[setting]])
         flags = (*own, *extra_flags, *settings[setting])
         config = _check_flags(program, env_id, flags)
-        job = Job(program, setting, env_id, 0, flags, config["total_timesteps"], config)
-        jobs += [replace(job, seed=seed) for seed in seeds]
+        steps = config["total_timesteps"]
+        jobs += [Job(program, setting, env_id, seed, flags, steps, config) for seed in seeds]
     return jobs
 
 
@@ -232,7 +240,7 @@ def _check_flags(program: Path, env_id: str, flags: Iterable[str]) -> dict[str, 
         raise UserError("--eval-episodes 0 cannot follow `--`: the tables show evaluation returns")
     if config.env_module is None:
         resolve_backend(env_id, config.env_backend)
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__ if name != "seed"}
+    fields = {name: value for name, value in asdict(config).items() if name != "seed"}
     return json.loads(json.dumps(fields))
 
 
@@ -267,7 +275,6 @@ def _check_same_flags(jobs: list[Job], out: Path) -> None:
             continue
         saved = json.loads(path.read_text())
         before, program = saved["flags"], saved.get("program", "")
-        config = saved.get("config", {})
         if program != job.other_program:
             raise UserError(
                 f"{out} holds {job.name} of {program or f'algos/{job.algo}.py'}, not of "
@@ -278,8 +285,7 @@ def _check_same_flags(jobs: list[Job], out: Path) -> None:
                 f"{out} holds {job.name} with the flags {shlex.join(before)!r}, now they are "
                 f"{shlex.join(job.flags)!r}; repeat those, or give another --out"
             )
-        differ = [name for name in config if config[name] != job.config.get(name, config[name])]
-        if differ:
+        if differ := changed_fields(saved.get("config", {}), job.config):
             raise UserError(
                 f"{out} holds {job.name} with other defaults of {', '.join(differ)}; give another "
                 "--out"
@@ -424,8 +430,8 @@ class Sweep:
             self.failures.append(line)
 
     def _write_state(self, run: "Run", seconds: float) -> None:
-        state = {"flags": run.job.flags, "program": run.job.other_program}
-        state |= {"seconds": round(seconds, 1)}
+        job = run.job
+        state = {"flags": job.flags, "program": job.other_program, "seconds": round(seconds, 1)}
         write_atomically(run.folder / "job.json", json.dumps(state))
 
     def _result_path(self, job: Job) -> Path:

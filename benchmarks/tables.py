@@ -56,9 +56,8 @@ EXPLANATION = (
     "Training return: all episodes that ended in the last 10 % of the steps, and in up to 2 % "
     "before them, as log points count whole; mean ± standard deviation over seeds. Over 5 seeds "
     "also the interquartile mean (IQM) with its bootstrapped 95 % interval. In parentheses: "
-    "CleanRL's mean of 3 seeds (dm_control: 10) after as many "
-    "steps. Command, commit and machine of each figure are in `results.md` of the folder under "
-    "data."
+    "CleanRL's mean of 3 seeds (dm_control: 10) after as many steps. Command, commit and machine "
+    "of each figure are in `results.md` of the folder under data."
 )
 
 
@@ -73,9 +72,8 @@ ROWS = (
     "over seeds, on one core where `results.md` names no GPU; it shared its machine with other "
     "runs, and cores differed by about 2.5 times. Repeated: the commit on which the first part of "
     "a run was trained again (`benchmarks/repeat.py`), and how much of it, with the returns of "
-    "the row's own "
-    "commit to the bit, and with its losses where all returns are alike, so that the row is one of "
-    "that commit, too; *rounds otherwise* where one differs."
+    "the row's own commit to the bit, and with its losses where all returns are alike, so that "
+    "the row is one of that commit, too; *rounds otherwise* where one differs."
 )
 
 
@@ -322,20 +320,18 @@ def published_line(cells: list[Cell]) -> str:
     """Return how many published figures our intervals reach, and name those that they do not."""
     not_run, short = dict.fromkeys(PUBLISHED), []
     reached = 0
-    figures = set()
     for cell in cells:
         row = (cell.runs[0].label, *cell.column)
         if row not in PUBLISHED:
             continue
         not_run.pop(row, None)
-        figures.add(row)
         _, _, high = robust_interval([run.training_return for run in cell.runs])
         if high >= PUBLISHED[row]:
             reached += 1
         else:
             short.append(f"{row[0]} on {row[1]} (up to {high:.1f}, published {PUBLISHED[row]})")
     line = f"Rows with a published figure: {reached + len(short)}"
-    line += f", beside {len(figures)} different figures. "
+    line += f", beside {len(PUBLISHED) - len(not_run)} different figures. "
     line += f"The 95 % interval of {reached} of them reaches it or lies above"
     line += f"; it ends below for {', '.join(short)}." if short else "."
     tasks = sum(env_id in DM_CONTROL for _, env_id, _ in not_run)

@@ -459,33 +459,17 @@ class Replay:
         Neither buffer is joined to what is written behind it, and rows that miss older frames stay
         out of what is drawn.
         """
-        if (other.num_envs, other.frame_stack) != (self.num_envs, self.frame_stack):
-            raise UserError(
-                f"cannot merge a buffer of {other.num_envs} environments and frame_stack "
-                f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
-                "both must be equal"
-            )
-        if self.block_length > 1:
-            raise UserError(
-                f"cannot merge buffers of blocks of {self.block_length} rows: each is written "
-                "whole; add the trajectories themselves"
-            )
-        if self.sequence_period > 1:
-            raise UserError(
-                f"cannot merge buffers whose sequences start every {self.sequence_period} steps: "
-                "elsewhere they keep no recurrent state; use sequences that start every step"
-            )
-
-        is_full = other_state.size == other.num_rows
+        self._check_mergeable(other)
+        # No agent saw the stacks of the rows whose older frames were overwritten.
+        cut = other._time_of(other_state, jnp.arange(self.frame_stack - 1))
+        rows, is_whole = other_state.storage, other_state.size < other.num_rows
+        rows = rows._replace(valid=rows.valid.at[cut].set(rows.valid[cut] & is_whole))
 
         def append(age: Array, merged: ReplayState) -> ReplayState:
             row = other._time_of(other_state, age)
             storage = jax.tree.map(
-                lambda a, b: a.at[merged.position].set(b[row]), merged.storage, other_state.storage
+                lambda a, b: a.at[merged.position].set(b[row]), merged.storage, rows
             )
-            has_frames = ~is_full | (age >= self.frame_stack - 1)
-            valid = has_frames & other_state.storage.valid[row]  # [N]
-            storage = storage._replace(valid=storage.valid.at[merged.position].set(valid))
             starts = other_state.stack_start[row] | (age == 0)
             return ReplayState(
                 storage=storage,
@@ -510,6 +494,24 @@ class Replay:
     def _time_of(self, state: ReplayState, age: Array) -> Array:
         """Return the row index of an age; the oldest row has age 0."""
         return (state.position - state.size + age) % self.num_rows
+
+    def _check_mergeable(self, other: "Replay") -> None:
+        if (other.num_envs, other.frame_stack) != (self.num_envs, self.frame_stack):
+            raise UserError(
+                f"cannot merge a buffer of {other.num_envs} environments and frame_stack "
+                f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
+                "both must be equal"
+            )
+        if self.block_length > 1:
+            raise UserError(
+                f"cannot merge buffers of blocks of {self.block_length} rows: each is written "
+                "whole; add the trajectories themselves"
+            )
+        if self.sequence_period > 1:
+            raise UserError(
+                f"cannot merge buffers whose sequences start every {self.sequence_period} steps: "
+                "elsewhere they keep no recurrent state; use sequences that start every step"
+            )
 
     def _check_stack(self, obs: Any) -> None:
         shape = getattr(obs, "shape", None)

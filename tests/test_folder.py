@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written(saved, tmp_path):
 def test_a_save_that_failed_can_be_tried_again(saved, tmp_path, monkeypatch):
     _, trainer = saved
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full_disk)
+        patch.setattr(Path, "write_bytes", full_disk)
         refused(trainer, tmp_path / "run", "cannot save to", "No space left")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
     save(trainer, tmp_path / "run")
@@ -201,11 +201,14 @@ def test_a_copy_of_the_code_is_never_half(saved, tmp_path, monkeypatch):
     whole = (tmp_path / "run" / "dqn.py").read_bytes()
     later = train(load(tmp_path / "run").trainer, 600)
 
-    def half_a_copy(source, target):
-        Path(target).write_bytes(whole[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = Path.write_bytes
 
-    monkeypatch.setattr("shutil.copyfile", half_a_copy)
+    def half_a_copy(path, content):
+        write(path, content[:100] if content == whole else content)
+        if content == whole:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", half_a_copy)
     refused(later, tmp_path / "run", "cannot save to", "No space left")
     assert (tmp_path / "run" / "dqn.py").read_bytes() == whole
 

@@ -170,11 +170,11 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write in one step: a kill leaves the old file or the new one."""
     fresh = path.with_suffix(".tmp")
     try:
-        fresh.write_text(content)
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -4,9 +4,7 @@ import dataclasses
 import fcntl
 import inspect
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -60,12 +58,7 @@ def config_flags(algo: str, config: RunConfig, num_seeds: int) -> dict[str, Any]
 def write_config(folder: Path, flags: dict[str, Any], source: Path) -> None:
     """Write config.json and a copy of the algorithm file."""
     write_atomically(folder / "config.json", json.dumps(flags, indent=2))
-    fresh = folder / f"{source.name}.tmp"
-    try:
-        shutil.copyfile(source, fresh)
-        os.replace(fresh, folder / source.name)
-    finally:
-        fresh.unlink(missing_ok=True)
+    write_atomically(folder / source.name, source.read_bytes())
 
 
 def check_name(folder: Path, flag: str) -> None:

@@ -86,7 +86,7 @@ class _Run:
         self.console = make_console()
         # Absolute, as an environment may change the working folder.
         self._folder = Path(self.run.resume).absolute() if self.run.resume else None
-        self._runs_dir, self._started_in = Path(self.logging.runs_dir).absolute(), Path.cwd()
+        self._runs_dir = Path(self.logging.runs_dir).absolute()
         self._lock: IO | None = None
         self.first_step = 0
         self.start_time = time.time()
@@ -192,9 +192,9 @@ class _Run:
     @property
     def _shown_folder(self) -> Path:
         """The run folder as the user gave its place: relative or absolute."""
-        folder = self.folder()
-        given = Path(self.run.resume or self.logging.runs_dir)
-        return folder if given.is_absolute() else Path(os.path.relpath(folder, self._started_in))
+        if self.run.resume:
+            return Path(self.run.resume)
+        return Path(self.logging.runs_dir) / self.folder().name
 
     def _flags(self) -> dict[str, Any]:
         run = dataclasses.asdict(self.run)
