@@ -117,6 +117,26 @@ class Job:
         return "" if self.program.parent == ROOT / "algos" else str(self.program)
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Return what its folder keeps, so that no other run goes on there."""
+        return {"flags": list(self.flags), "program": self.other_program, "config": self.config}
+
+    def difference(self, saved: dict[str, Any]) -> str:
+        """Return how it differs from a run of its name that was kept; nothing if it does not."""
+        program = saved.get("program", "")
+        if program != self.other_program:
+            before = program or f"algos/{self.algo}.py"
+            return f"of {before}, not of {self.program}; give another --out"
+        if saved["flags"] != list(self.flags):
+            return (
+                f"with the flags {shlex.join(saved['flags'])!r}, now they are "
+                f"{shlex.join(self.flags)!r}; repeat those, or give another --out"
+            )
+        if differ := changed_fields(saved.get("config", {}), self.config):
+            return f"with other defaults of {', '.join(differ)}; give another --out"
+        return ""
+
+    @property
     def name(self) -> str:
         """Return what its files are called."""
         setting = f"{self.setting}__" if self.setting else ""
@@ -271,25 +291,8 @@ def _check_same_flags(jobs: list[Job], out: Path) -> None:
     places = [(job, out / "jobs" / f"{job.name}.json") for job in jobs]
     places += [(job, out / "runs" / job.name / "job.json") for job in jobs]
     for job, path in places:
-        if not path.exists():
-            continue
-        saved = json.loads(path.read_text())
-        before, program = saved["flags"], saved.get("program", "")
-        if program != job.other_program:
-            raise UserError(
-                f"{out} holds {job.name} of {program or f'algos/{job.algo}.py'}, not of "
-                f"{job.program}; give another --out"
-            )
-        if before != list(job.flags):
-            raise UserError(
-                f"{out} holds {job.name} with the flags {shlex.join(before)!r}, now they are "
-                f"{shlex.join(job.flags)!r}; repeat those, or give another --out"
-            )
-        if differ := changed_fields(saved.get("config", {}), job.config):
-            raise UserError(
-                f"{out} holds {job.name} with other defaults of {', '.join(differ)}; give another "
-                "--out"
-            )
+        if path.exists() and (difference := job.difference(json.loads(path.read_text()))):
+            raise UserError(f"{out} holds {job.name} {difference}")
 
 
 @contextlib.contextmanager
@@ -430,8 +433,7 @@ class Sweep:
             self.failures.append(line)
 
     def _write_state(self, run: "Run", seconds: float) -> None:
-        job = run.job
-        state = {"flags": job.flags, "program": job.other_program, "seconds": round(seconds, 1)}
+        state = run.job.identity | {"seconds": round(seconds, 1)}
         write_atomically(run.folder / "job.json", json.dumps(state))
 
     def _result_path(self, job: Job) -> Path:

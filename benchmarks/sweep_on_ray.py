@@ -164,15 +164,9 @@ class RunOnNode:
     def _keep_flags(self) -> None:
         """Refuse to go on with what another sweep left on this node in a folder of that name."""
         path, job = self.run.folder / "job.json", self.run.job
-        now = {"flags": list(job.flags), "program": job.other_program}
-        before = json.loads(path.read_text()) if path.exists() else now
-        for name, value in now.items():
-            if before.get(name, value) != value:
-                raise ValueError(
-                    f"{self.run.folder} on {socket.gethostname()} has the {name} {before[name]}, "
-                    f"now it is {value}; give another --out"
-                )
-        path.write_text(json.dumps(now | {"seconds": 0.0}))
+        if path.exists() and (difference := job.difference(json.loads(path.read_text()))):
+            raise ValueError(f"{self.run.folder} on {socket.gethostname()} holds it {difference}")
+        path.write_text(json.dumps(job.identity | {"seconds": 0.0}))
 
     def _files(self) -> dict[str, bytes]:
         """Return what the run wrote, but for its checkpoints."""

@@ -250,10 +250,12 @@ def test_finished_runs_are_skipped_setting_by_setting(tmp_path, monkeypatch, cap
     path = tmp_path / "jobs" / "dqn__a__CartPole-v1__1.json"
     finished = json.loads(path.read_text())
     assert finished["config"]["gamma"] == 0.9 and "seed" not in finished["config"]
-    path.write_text(json.dumps(finished | {"config": {"tau": 0.5}}))  # the default of then
-    with pytest.raises(UserError, match="with other defaults of tau; give another --out"):
-        sweep.main([*args, "a: --gamma 0.9", *last])
-    path.write_text(json.dumps(finished))
+    for place in (path, tmp_path / "runs" / path.stem / "job.json"):  # finished, and not yet
+        kept = json.loads(place.read_text())
+        place.write_text(json.dumps(kept | {"config": {"tau": 0.5}}))  # the default of then
+        with pytest.raises(UserError, match="with other defaults of tau; give another --out"):
+            sweep.main([*args, "a: --gamma 0.9", *last])
+        place.write_text(json.dumps(kept))
     mine = tmp_path / "mine" / "dqn.py"  # an edited copy is another program
     mine.parent.mkdir()
     shutil.copy(ROOT / "algos" / "dqn.py", mine)

@@ -193,8 +193,8 @@ def test_nodes_without_a_shared_folder_give_the_results_of_one_machine(
     other = ("--num-seeds", "1", "--settings", "a: --gamma 0.7")
     assert sweep.main(arguments(program, out, *other, *on_ray)) == 1
     error = capsys.readouterr().err
-    assert "'--gamma', '0.9'], now it is ['--eval-frequency', '0'," in error
-    assert "'--gamma', '0.7']; give another --out" in error
+    assert "8000 --gamma 0.9', now they are '--eval-frequency 0" in error
+    assert "8000 --gamma 0.7'; repeat those, or give another --out" in error
 
 
 @pytest.mark.slow
