@@ -69,8 +69,8 @@ PUBLISHED: dict[tuple[str, str, int], float] = {
     ("pqn", "MountainCar-v0", 500_000): -200,
 }
 # CleanRL's ppo_continuous_action.py on dm_control, 8,000,000 env steps, by envpool's ids: mean and
-# deviation of 10 seeds, https://docs.cleanrl.dev/rl-algorithms/rpo/; the table on its PPO page is
-# an older one, of 3 seeds with the script's own number of steps.
+# deviation of 10 seeds, https://docs.cleanrl.dev/rl-algorithms/rpo/; the tables on its PPO page are
+# an older one, of 3 seeds with the script's own number of steps, and a newer one of three tasks.
 DM_CONTROL: dict[str, tuple[float, float]] = {
     "AcrobotSwingup-v1": (26.87, 7.93),
     "AcrobotSwingupSparse-v1": (1.70, 0.88),

@@ -1,7 +1,7 @@
 """Layers whose gradients are slow in XLA on a CPU, written the way that is fast there.
 
 Values are those of the plain layers, to the last bits of float32; `common.networks` takes these
-where `are_for` says so. Three forms are slow: the gradients of convolutions inside loops, 15 to 20
+where `are_for` says so. Three forms are slow: the gradients of convolutions inside loops, 15 to 17
 times, x.T @ grad, the gradient of a kernel: 205 us against 145 for 256 x 256 x 256, and the
 gradient of LayerNorm, which keeps several arrays of the size of its input.
 """
