@@ -166,7 +166,8 @@ class Algorithm:
         obs = jax.tree.map(
             lambda x, last: jnp.concatenate([x, last[None]]), rollout.obs, trajectory.last_obs
         )  # [T + 1, N, *obs]
-        target_q_values = jax.vmap(partial(self.predict, state.target_params))(obs)
+        flat_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs)  # [(T + 1) N, *obs]
+        target_q_values = self.predict(state.target_params, flat_obs).reshape(q_values.shape)
         next_action = q_values.argmax(axis=-1, keepdims=True)  # [T + 1, N, 1]
         value = jnp.take_along_axis(target_q_values, next_action, axis=-1)[..., 0]  # [T + 1, N]
         steps = rollout.reward, rollout.terminated, rollout.truncated, value

@@ -89,7 +89,7 @@ class SweepOptions:
     """run on a Ray cluster: auto for the one this machine belongs to, or HOST:PORT of its head"""
     eval_frequency: int = 0
     """env steps between two evaluations; 0 evaluates at the end only"""
-    out: str = "benchmarks/results/sweep"
+    out: str = "runs/sweep"
     """folder of results, run folders and what is needed to go on"""
 
 
@@ -167,7 +167,7 @@ def _execute_on_ray(jobs: list[Job], out: Path, options: SweepOptions) -> int:
         import sweep_on_ray
     except ImportError as error:
         raise UserError(
-            f"--ray-address {options.ray_address} needs Ray; pip install 'quartet-rl[distributed]'"
+            f"--ray-address {options.ray_address} needs Ray; pip install -e '.[distributed]'"
         ) from error
     _check_same_flags(jobs, out)
     with connected(options.ray_address), _locked(out) as lock:

@@ -220,7 +220,7 @@ def _import_optuna() -> Any:
     try:
         return importlib.import_module("optuna")
     except ImportError as error:
-        raise UserError("tuning needs Optuna; pip install 'quartet-rl[tune]'") from error
+        raise UserError("tuning needs Optuna; pip install -e '.[tune]'") from error
 
 
 def _check_options(options: TuneOptions, flags: list[str]) -> None:

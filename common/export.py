@@ -45,7 +45,7 @@ def main(options: ExportOptions) -> None:
         raise UserError("give a run folder, such as one under runs/; see --help")
     checkpoint = checkpoint_of(options.checkpoint)
     if importlib.util.find_spec("flatbuffers") is None:
-        raise UserError("the file is written by flatbuffers; pip install 'quartet-rl[export]'")
+        raise UserError("the file is written by flatbuffers; pip install -e '.[export]'")
     path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
     if options.out and not _can_be_written(path):
         raise UserError(f"--out {path} cannot be written; give a file in a folder that exists")

@@ -502,15 +502,17 @@ class Replay:
                 f"{other.frame_stack} into one of {self.num_envs} and {self.frame_stack}; "
                 "both must be equal"
             )
-        if self.block_length > 1:
+        block_length = max(self.block_length, other.block_length)
+        if block_length > 1:
             raise UserError(
-                f"cannot merge buffers of blocks of {self.block_length} rows: each is written "
-                "whole; add the trajectories themselves"
+                f"cannot merge buffers of blocks of {block_length} rows: each is written whole; "
+                "add the trajectories themselves"
             )
-        if self.sequence_period > 1:
+        period = max(self.sequence_period, other.sequence_period)
+        if period > 1:
             raise UserError(
-                f"cannot merge buffers whose sequences start every {self.sequence_period} steps: "
-                "elsewhere they keep no recurrent state; use sequences that start every step"
+                f"cannot merge buffers whose sequences start every {period} steps: elsewhere they "
+                "keep no recurrent state; use sequences that start every step"
             )
 
     def _check_stack(self, obs: Any) -> None:

@@ -61,9 +61,10 @@ def draw(tree: SumTree, fraction: Array) -> Array:
         children = _children(level, node)  # [B, 8]
         places = jnp.arange(CHILDREN)
         passed = (rest[:, None] >= _running_sum(children)).sum(axis=1)  # [B]
-        # Where rounding leaves more of the sum than there is, the last child above 0 is meant.
+        # Where rounding leads to a child of 0, the next above 0 is meant, or else the last.
+        is_next = (children > 0) & (places >= passed[:, None])  # [B, 8]
         last = jnp.where(children > 0, places, 0).max(axis=1)  # [B]
-        chosen = jnp.minimum(passed, last)  # [B]
+        chosen = jnp.minimum(jnp.where(is_next, places, CHILDREN).min(axis=1), last)  # [B]
         # Not below 0, as two orders of adding may differ: the first child above 0 is meant then.
         below = jnp.where(places < chosen[:, None], children, 0).sum(axis=1)  # [B]
         rest = jnp.maximum(rest - below, 0.0)  # [B]

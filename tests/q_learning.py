@@ -24,7 +24,7 @@ def linear_algorithm(module: Any, **options: Any) -> Any:
     algorithm = object.__new__(module.Algorithm)
     algorithm.config = module.Config(**options)
     algorithm.predict = lambda params, obs: obs @ params["w"]
-    algorithm.optimizer = optax.sgd(1.0)
+    algorithm.optimizer = optax.sgd(1.0, momentum=0.5)  # its first step is that of SGD
     return algorithm
 
 

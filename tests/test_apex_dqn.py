@@ -75,6 +75,13 @@ def test_target_and_loss_by_hand():
     assert td_error.tolist() == [1, 3, 0.75]  # against Q(s, a) = 1, -1, 1, without weights
     np.testing.assert_allclose(loss, (1 + 0.25 * 9 + 0.5 * 0.75**2) / 3 / 2)
     np.testing.assert_allclose(metrics["q_values"], 1 / 3, rtol=1e-6)
+    # -w_i δ_i / B: row 0 moves w[0, 0], rows 1 and 2 move column 1.
+    state = HAND._replace(opt_state=algorithm.optimizer.init(PARAMS))
+    state, td_error, _ = algorithm.learn(state, batch)
+    gradient = -1 / 3 * np.array([[1, 0.5 * 0.75], [0, 0.25 * 3 + 0.5 * 0.75]])
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - gradient, rtol=1e-6)
+    np.testing.assert_allclose(state.opt_state[0].trace["w"], gradient, rtol=1e-6)
+    assert td_error.tolist() == [1, 3, 0.75]
 
 
 def test_a_step_of_the_optimizer_by_hand():

@@ -43,7 +43,7 @@ def linear_algorithm() -> Algorithm:
     algorithm.config = Config(num_atoms=3, v_min=0.0, v_max=2.0)
     algorithm.support = jnp.array([0.0, 1.0, 2.0])
     algorithm.model = Logits
-    algorithm.optimizer = optax.sgd(1.0)
+    algorithm.optimizer = optax.sgd(1.0, momentum=0.5)  # its first step is that of SGD
     return algorithm
 
 
@@ -95,6 +95,7 @@ def test_gradient_step_by_hand():
     moved = new_state.params["w"] - PARAMS["w"]  # [states, A, M]
     target = HAND_TARGET.reshape(2, 2, 3)
     np.testing.assert_allclose(moved, (target - PROBS) / 4, atol=1e-6)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], -moved, atol=1e-6)
     np.testing.assert_array_equal(new_state.target_params["w"], PARAMS["w"])
 
 

@@ -22,6 +22,7 @@ from test_explorers import SMALL, Run
 
 from algos import impala
 
+from common.run.checkpoint import Checkpoints
 from common.run.logger import read_metrics
 
 IMPALA = Path(__file__).parent.parent / "algos" / "impala.py"
@@ -128,6 +129,16 @@ def test_a_killed_learner_leaves_no_process_and_its_run_goes_on(tmp_path):
     steps = [step for step, _, name, _ in rows if name == "explorers/policy_lag"]
     # A signal does not wait for the log point, which comes every 63 trajectories of 20 x 8.
     assert steps[:-1] == list(range(10_080, steps[-1], 10_080)) and steps[-1] % 160 == 0
+
+
+@pytest.mark.slow
+def test_the_end_of_the_terminal_leaves_a_checkpoint(tmp_path):
+    """It reaches Ray's processes as well, whose end would end the Learner before it has saved."""
+    program = Program("--total-timesteps", 2_000_000, "--runs-dir", tmp_path)
+    folder = program.wait_for_step(tmp_path, 10_000)
+    code, out, err = program.end(signal.SIGHUP)
+    assert code == 129 and f"stopped by SIGHUP; go on with --resume {folder}" in out, (out, err)
+    assert Checkpoints(folder / "checkpoints").steps()
 
 
 @pytest.mark.learning

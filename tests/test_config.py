@@ -86,6 +86,14 @@ def test_what_lies_inside_is_accepted(fields):
             "float",
         ),
         (
+            {"size": np.float32(3)},
+            "--size must be a whole number, got np.float32(3.0) of type float32; give a Python int",
+        ),
+        (
+            {"rate": [0.5]},
+            "--rate must be a finite number, got [0.5] of type list; give a Python float",
+        ),
+        (
             {"words": ["a"]},
             "--words must be a list of words, got ['a'] of type list; give a Python tuple",
         ),

@@ -4,20 +4,26 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
 import itertools
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+from common.envs.env import TimeStep
 
 from common.run.config import check_config
 
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = sorted(p for p in (ROOT / "algos").glob("*.py") if p.stem != "__init__")
 MODULES = [importlib.import_module(f"algos.{path.stem}") for path in ALGORITHMS]
+ENDS = "terminated", "truncated"
 CLASSES = ["Config", "Model", "LearnerState", "Algorithm", "Agent", "TrainState", "Trainer"]
 
 TRAINER_PARTS = [
@@ -352,6 +358,87 @@ def test_replay_has_the_options_of_the_config(module, monkeypatch):
     found["buffer_size"] = replay.num_rows * replay.num_envs
     rounded = options | {"buffer_size": pytest.approx(4_000, rel=0.1)}  # to whole blocks
     assert {name: found[name] for name in options} == rounded
+
+
+def bare_trainer(module: Any, keys: list) -> tuple[Any, Any]:
+    """A Trainer whose parts do nothing but keep the keys that they are given, and its state."""
+
+    def keep(*args: Any) -> Any:
+        is_key = lambda x: jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)  # noqa: E731
+        keys.extend(filter(is_key, args))
+        return SimpleNamespace(index=())
+
+    def part(function: Any, first: Any, last: Any) -> Any:
+        num_results = len(get_args(inspect.signature(function).return_annotation))
+
+        def kept(*args: Any) -> Any:
+            keep(*args)
+            return (first, *[()] * (num_results - 2), last) if num_results else first
+
+        return kept
+
+    trainer = object.__new__(module.Trainer)
+    trainer.config = module.Config(num_envs=4)
+    action = jnp.float32([[3], [4]])
+    trainer.agent = SimpleNamespace(
+        sample=part(module.Agent.sample, action, ()),
+        learn=part(module.Agent.learn, (), {}),
+        beta=lambda step: 0.5,
+        env_action=lambda action: -action,
+    )
+    update = SimpleNamespace(update=lambda state, row: (state, ()))
+    trainer.algorithm = SimpleNamespace(normalizer=update)
+    trainer.replay = SimpleNamespace(
+        add=lambda _, row: row,
+        sample=keep,
+        sample_sequences=keep,
+        update_priorities=lambda *_: (),
+    )
+    learner = module.LearnerState(*[()] * len(module.LearnerState._fields))
+    env = SimpleNamespace(obs=jnp.float32([[7], [8]]), ended=jnp.array([False, True]))
+    known = dict(learner=learner, env=env, key=jax.random.key(0), step=jnp.int32(0))
+    fields = dict.fromkeys(module.TrainState._fields, ()) | known
+    if "noise" in fields:
+        fields["noise"] = action
+    return trainer, module.TrainState(**fields)
+
+
+def assert_all_differ(keys: list) -> None:
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_row_is_what_was_seen_done_and_given(module):
+    """Of the observation that was acted on; and each step draws from a key of its own."""
+    trainer, state = bare_trainer(module, keys := [])
+    flags = jnp.array([True, False]), jnp.array([False, True])
+    given = TimeStep(jnp.float32([[5], [6]]), jnp.float32([1, 2]), *flags)
+    trainer.env = SimpleNamespace(step=lambda env, action: (env, given))
+    seen = state.env.obs
+    for _ in range(3):
+        keys.append(state.key)
+        result = trainer._run_collect(state)
+        is_state = isinstance(result, module.TrainState)
+        state, row = (result, result.replay) if is_state else result
+        assert row.obs is seen and row.action.tolist() == [[3], [4]]
+        assert all(getattr(row, x) is getattr(given, x) for x in ("reward", *ENDS))
+        assert row.valid.tolist() == [True, False]
+    assert state.step == 12 and len(keys) >= 3
+    assert_all_differ(keys)
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if hasattr(m, "Replay")], ids=lambda module: module.__name__
+)
+def test_every_update_draws_from_keys_of_its_own(module):
+    """For the rows of its batch and for what else it draws; several may follow on one step."""
+    trainer, state = bare_trainer(module, keys := [])
+    takes_count = "update" in inspect.signature(trainer._run_train).parameters
+    for update in range(3):
+        keys.append(state.key)
+        state, _ = trainer._run_train(state, *[update] * takes_count)
+    assert len(keys) >= 6
+    assert_all_differ(keys)
 
 
 def test_all_functions_that_are_equal_are_held_equal():

@@ -34,6 +34,7 @@ def test_gradient_step_by_hand():
     new_state, metrics = algorithm.learn(state, hand_batch())
     gradient = -2 / 3 * np.array([[1.0, 0.75], [0.0, 3.0 + 0.75]])
     np.testing.assert_allclose(new_state.params["w"], PARAMS["w"] - gradient, rtol=1e-6)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], gradient, rtol=1e-5)
     np.testing.assert_allclose(metrics["td_loss"], (1 + 9 + 0.75**2) / 3, rtol=1e-6)
 
 

@@ -52,6 +52,7 @@ def test_gradient_step_by_hand():
     new_state, metrics = algorithm.learn(state, hand_batch())
     gradient = -2 / 3 * np.array([[2.5, 3.0], [0.0, 3.0 + 3.0]])
     np.testing.assert_allclose(new_state.params["w"], PARAMS["w"] - gradient, rtol=1e-5)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], gradient, rtol=1e-5)
     np.testing.assert_allclose(metrics["td_loss"], (6.25 + 9 + 9) / 3, rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, new_state.target_params, TARGET)
 
@@ -97,6 +98,26 @@ def test_exploration_is_drawn_for_each_environment(algorithm):
     assert (agent.epsilon_greedy(q_values, obs, 0.0, jax.random.key(0)) == 1).all()
 
 
+def test_the_network_that_learns_acts_and_epsilon_falls_with_the_steps():
+    # θ holds 1 and 0 for the best actions of the two states, θ⁻ the others.
+    options = dict(total_timesteps=1_000, exploration_fraction=0.5, evaluation_epsilon=0.2)
+    agent = Agent(Config(**options), linear_algorithm(dqn))
+    state, obs = LearnerState(PARAMS, TARGET, ()), jnp.tile(jnp.eye(2), (4_000, 1))
+    best, key = jnp.tile(jnp.array([1, 0]), 4_000), jax.random.key(0)
+    acted = [(agent.sample(state, obs, step, key), ε) for step, ε in ((0, 1), (500, 0.05))]
+    # Half of the uniform actions are the best one.
+    for action, epsilon in (*acted, (agent.predict(state, obs, key), 0.2)):
+        np.testing.assert_allclose((action != best).mean(), epsilon / 2, atol=0.02)
+
+
+def test_the_first_step_of_adam_is_the_learning_rate(algorithm):
+    params = {"w": jnp.zeros(1)}
+    updates, _ = algorithm.optimizer.update(
+        {"w": jnp.ones(1)}, algorithm.optimizer.init(params), params
+    )
+    np.testing.assert_allclose(updates["w"], -2.5e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("num_envs", "train_frequency", "target_network_frequency", "log_frequency"),
     [(8, 10, 500, 500), (1, 4, 7, 999), (3, 10, 50, 100), (16, 1, 40, 160), (48, 10, 13, 1_000)],
@@ -130,6 +151,7 @@ def test_target_network_follows_only_at_syncs():
     before = jax.tree.map(np.asarray, trainer.state.learner)
     list(trainer())
     after = trainer.state.learner
+    jax.tree.map(np.testing.assert_array_equal, before.params, before.target_params)
     jax.tree.map(np.testing.assert_array_equal, before.target_params, after.target_params)
     assert not np.array_equal(
         before.params["head"]["kernel"], np.asarray(after.params["head"]["kernel"])

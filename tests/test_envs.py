@@ -939,6 +939,9 @@ def test_render(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CountEnv, "render", lambda self: np.zeros((2, 3, 3)))
     with pytest.raises(UserError, match=r"rendered float64 \(2, 3, 3\), not an RGB array of uint8"):
         env.render(state)
+    monkeypatch.setattr(CountEnv, "render", lambda self: np.zeros((2, 3, 1), np.uint8))
+    with pytest.raises(UserError, match=r"rendered uint8 \(2, 3, 1\), not an RGB array of uint8"):
+        env.render(state)
     monkeypatch.undo()
     with pytest.raises(UserError, match="cannot render: NotImplementedError"):
         env.render(state)

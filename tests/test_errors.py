@@ -591,7 +591,10 @@ def test_a_preset_against_that_of_a_config_file(capsys, tmp_path):
     path, runs = tmp_path / "config.json", tmp_path / "runs"
     path.write_text('{"preset": "classic", "gamma": 0.9}')
     ran = run_here(capsys, "--config", path, "--preset", "atari", "--runs-dir", runs)
-    check(ran, [f"--preset atari differs from the preset classic in {path}", "leave out"], runs)
+    check(ran, [f"--preset atari differs from the preset classic in {path}", "leave it out"], runs)
+    path.write_text('{"preset": "atari"}')
+    ran = run_here(capsys, "--config", path, "--preset", "auto", "--runs-dir", runs)
+    check(ran, ["--preset auto (classic here) differs from the preset atari in"], runs)
 
 
 @pytest.fixture
@@ -672,7 +675,7 @@ def test_load_refuses_a_damaged_copy_of_the_algorithm(capsys, run_folder, tmp_pa
         ("--env-id Acrobt-v1", ["'Acrobt-v1'", "Acrobot-v1"]),
         ("--env-id Pendulum-v1", ["Discrete", "Box(-2.0, 2.0"]),
         ("--env-module broken_envs", ["'broken_envs'", "PYTHONPATH", "half a wheel"]),
-        ("--device gpu", ["--device gpu", "--device cpu", "quartet-rl[gpu]"]),
+        ("--device gpu", ["--device gpu", "--device cpu", ".[gpu]"]),
         ("--track", ["wandb login", "--wandb-mode offline"]),
     ],
 )

@@ -151,9 +151,7 @@ def test_without_ray_the_extra_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ran = run_here(capsys, "--explorers", 2, "--runs-dir", tmp_path / "runs", module="algos.impala")
     assert ran.code == 2
-    assert (
-        ran.err == "error: --explorers are actors of Ray; pip install 'quartet-rl[distributed]'\n"
-    )
+    assert ran.err == "error: --explorers are actors of Ray; pip install -e '.[distributed]'\n"
 
 
 @pytest.mark.slow

@@ -201,4 +201,4 @@ def test_bad_input_is_one_line_and_creates_nothing(tmp_path, capsys, monkeypatch
 def test_without_flatbuffers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     ran = run_here(capsys, tmp_path, module="common.export")
-    assert ran.code == 2 and "pip install 'quartet-rl[export]'" in ran.err
+    assert ran.code == 2 and "pip install -e '.[export]'" in ran.err

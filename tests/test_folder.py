@@ -191,8 +191,14 @@ def test_a_save_that_failed_can_be_tried_again(saved, tmp_path, monkeypatch):
         patch.setattr(Path, "write_bytes", full_disk)
         refused(trainer, tmp_path / "run", "cannot save to", "No space left")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    with monkeypatch.context() as patch:  # behind what orbax does at one stroke
+        patch.setattr("common.run.checkpoint._checksums", lambda folder: full_disk(folder, ""))
+        with pytest.raises(UserError, match="No space left"):
+            save(trainer, tmp_path / "run")
     save(trainer, tmp_path / "run")
     assert load(tmp_path / "run").step == 400
+    Checkpoints(tmp_path / "run" / "checkpoints").check(400)
+    refused(trainer, tmp_path / "run", "has reached step 400 and the trainer is at 400")
 
 
 def test_a_copy_of_the_code_is_never_half(saved, tmp_path, monkeypatch):
@@ -214,7 +220,7 @@ def test_a_copy_of_the_code_is_never_half(saved, tmp_path, monkeypatch):
 
 
 def test_folders_whose_checkpoints_could_not_be_read(saved, tmp_path):
-    for name, found in (("run[2]", "[2]"), ("a\\b", "\\")):
+    for name, found in (("run[2]", "[2]"), ("a\\b", "\\"), ("**", "**"), ("gs:", "gs:")):
         refused(saved[1], tmp_path / name, f"has {found} in its whole path", "give a folder")
     for name in ("run?", "run*", "a[b"):
         save(saved[1], tmp_path / name)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from gymnasium import spaces
 from jax import export
 from run_helpers import best_return
 
-from algos.iqn import PRESETS, Algorithm, Config, LearnerState, Trainer
+from algos.iqn import PRESETS, Agent, Algorithm, Config, LearnerState, Trainer
 from common.export import export_policy
 from common.replay import Batch
 
@@ -171,8 +172,33 @@ def test_an_update_draws_three_sets_of_fractions(algorithm, state, monkeypatch):
     new_state, draws = learn(state, hand_batch(obs=obs, next_obs=obs), jax.random.key(1))
     assert [int(num_tau) for num_tau, _ in draws] == [5, 3, 2]
     assert len({tuple(key.tolist()) for _, key in draws}) == 3
+    assert optax.tree.get(new_state.opt_state, "count") == 1
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), state.params, new_state.params)
     assert all(jax.tree.leaves(moved)), "each layer, the embedding too"
+
+
+def test_the_network_that_learns_acts_by_fractions_drawn_anew():
+    """For each environment and step; and ε falls with the steps."""
+    # Z_τ is 2 τ and 1 with θ, either of them the larger at half of the fractions, 2 τ + 9 with θ⁻.
+    algorithm = hand_algorithm(num_policy_tau=1, end_epsilon=0.0)
+    agent, slope = Agent(algorithm.config, algorithm), jnp.array([2.0, 0.0])
+    params, target_params = ((jnp.array([[start, 1.0]]), slope) for start in (0.0, 9.0))
+    state, obs, keys = LearnerState(params, target_params, ()), jnp.ones((2_000, 1)), range(2)
+    actions = [agent.predict(state, obs, jax.random.key(key)) for key in keys]
+    last = [agent.sample(state, obs, 500_000, jax.random.key(key)) for key in keys]
+    np.testing.assert_array_equal(actions, last)
+    assert all(abs(action.mean() - 0.5) < 0.05 for action in actions)
+    assert abs((actions[0] != actions[1]).mean() - 0.5) < 0.05
+    best = LearnerState(target_params, params, ())
+    first = agent.sample(best, obs, 0, jax.random.key(0))
+    assert not agent.predict(best, obs, jax.random.key(0)).any() and abs(first.mean() - 0.5) < 0.05
+
+
+def test_the_step_of_adam(algorithm):
+    # Its first step is -α g / (|g| + ε), half of α where g is ε.
+    optimizer, params = algorithm.optimizer, {"w": jnp.zeros(1)}
+    updates, _ = optimizer.update({"w": jnp.array([0.01 / 32])}, optimizer.init(params))
+    np.testing.assert_allclose(updates["w"], -2.5e-4 / 2, rtol=1e-4)
 
 
 def test_masks_rule_actions_out():

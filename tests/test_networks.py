@@ -258,6 +258,17 @@ def test_gradient_of_layer_norm_is_that_of_flax(shape: tuple[int, ...]) -> None:
         assert_near(one, other)
 
 
+def test_kernels_start_as_they_are_told_to() -> None:
+    init = nnx.initializers.constant(0.5)
+    networks = (
+        MLP((3, 8, 5), nnx.Rngs(0), kernel_init=init),
+        Encoder(image_space(36, 36, 3), nnx.Rngs(0), init),
+    )
+    leaves = jax.tree.leaves([nnx.to_pure_dict(nnx.state(network)) for network in networks])
+    kernels = [x for x in leaves if x.ndim > 1]
+    assert len(kernels) == 2 + 4 and all((x == 0.5).all() for x in kernels)
+
+
 def test_mlp_without_layers_passes_its_input() -> None:
     np.testing.assert_array_equal(MLP((2,), nnx.Rngs(0))(jnp.float32([[-1, 2]])), [[-1, 2]])
 

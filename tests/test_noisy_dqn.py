@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from gymnasium import spaces
 
@@ -75,13 +76,15 @@ def test_online_and_target_network_have_noise_of_their_own(algorithm, params, mo
     assert (target_key != key).any()
     _, ((other_target_key,), (other_key,)) = learn(state, random_batch(), jax.random.key(2))
     assert (other_target_key != target_key).any() and (other_key != key).any()
+    assert optax.tree.get(new_state.opt_state, "count") == 1
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), params, new_state.params)
     assert all(jax.tree.leaves(moved)), moved
 
 
 def test_environments_explore_differently_and_evaluation_does_not(algorithm, params):
     agent = Agent(Config(num_envs=50), algorithm)
-    state, obs = LearnerState(params, params, ()), jnp.ones((50, 4))
+    target_params = algorithm.init(jax.random.key(3)).params
+    state, obs = LearnerState(params, target_params, ()), jnp.ones((50, 4))
     sample = jax.jit(agent.sample)
     actions = [np.asarray(sample(state, obs, 0, jax.random.key(i))) for i in range(200)]
     assert len(np.unique(actions[0])) > 1, "of the same observation"
@@ -100,7 +103,8 @@ def test_without_sigma_all_act_alike(algorithm, params):
 
     quiet = jax.tree_util.tree_map_with_path(silent, params)
     obs = jnp.ones((50, 4))
-    action = jax.jit(agent.sample)(LearnerState(quiet, quiet, ()), obs, 0, jax.random.key(0))
+    state = LearnerState(quiet, jax.tree.map(lambda x: -x, quiet), ())
+    action = jax.jit(agent.sample)(state, obs, 0, jax.random.key(0))
     assert (action == jax.jit(algorithm.predict)(params, obs).argmax(axis=1)).all()
 
 

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 
+from algos import a2c, ppo, ppo_rnn
 from common import normalize as module
 from common.normalize import Normalizer, RunningStats, init_stats, normalize, standardize
 from common.replay import Transition
@@ -167,6 +169,13 @@ def test_rewards_are_divided_by_the_deviation_of_running_returns():
         np.testing.assert_allclose(state.running_return, running, rtol=1e-4, atol=1e-5)
         assert state.returns.num_rows == len(returns)
     assert crossings > 5
+
+
+@pytest.mark.parametrize("algo", [a2c, ppo, ppo_rnn], ids=lambda algo: algo.__name__)
+def test_running_returns_have_the_discount_of_the_config(algo):
+    config = algo.Config(gamma=0.5, normalize_obs=False, normalize_reward=True)
+    algorithm = algo.Algorithm(config, spaces.Box(-1, 1, (3,)), spaces.Discrete(2))
+    assert algorithm.normalizer == Normalizer(obs=False, reward=True, gamma=0.5)
 
 
 def test_observations_are_scaled_by_all_valid_rows_so_far():

@@ -84,6 +84,28 @@ def test_updates_of_the_policy_are_counted(module, expected):
     assert [d["logs"]["charts/actor_updates"] for d in log_data[1::2]] == expected
 
 
+@each([ddpg, td3])
+def test_the_logged_loss_of_the_policy_is_the_mean_of_its_own_updates(module, monkeypatch):
+    trainer = toy_trainer(module)
+    sums = {"actor_loss": 9.0, "charts/actor_updates": 3.0}
+    sums |= {"critic_loss": 12.0, "charts/updates": 6.0}
+
+    def run(state, num_iterations):
+        return state._replace(step=state.step + 4 * num_iterations), dict(sums)
+
+    monkeypatch.setattr(trainer, "compiled_run", run)
+    logs = [log_data["logs"] for log_data in trainer()][1]
+    assert logs["losses/actor_loss"] == 3 and logs["losses/critic_loss"] == 2
+
+
+@each(ALGORITHMS)
+def test_the_first_step_of_adam_is_the_learning_rate(module):
+    trainer, _ = finished_toy(module)
+    optimizer, params = trainer.algorithm.optimizer, {"w": jnp.zeros(1)}
+    updates, _ = optimizer.update({"w": jnp.ones(1)}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], -trainer.config.learning_rate, rtol=1e-5)
+
+
 @pytest.mark.parametrize("num_envs", [1, 4, 64])
 @pytest.mark.parametrize("updates_per_step", [0.1, 0.5, 1.0, 2.5])
 def test_updates_are_exactly_what_the_steps_imply(num_envs, updates_per_step):

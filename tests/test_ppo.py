@@ -21,7 +21,7 @@ from algos import ppo, ppo_rnn
 from algos.ppo import PRESETS, Algorithm, Config, LearnerState, Trainer
 from common import load
 from common.distributions import Categorical
-from common.normalize import init_stats, normalize
+from common.normalize import Normalizer, init_stats, normalize
 from common.replay import Transition
 from common.rollout import RolloutBatch, Trajectory, shuffled_rows, take_minibatch
 
@@ -311,6 +311,17 @@ def test_the_policy_is_unchanged_under_normalization_and_clipped_actions():
     second = collect(trainer, rollouts=2)
     assert np.abs(second[1].action).max() > 1
     assert_the_policy_is_unchanged_on_the_first_minibatch(trainer, second)
+    # New statistics are of what the environments gave; the value behind the rollout is of what the
+    # policy would have seen there, by the old ones.
+    state, rollout, learner, batch = second
+    before = state.learner.normalizer
+    after, reward = Normalizer(obs=True, reward=True, gamma=0.99).update(before, rollout)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), learner.normalizer, after)
+    seen = normalize(before.obs, state.env.obs)
+    value = trainer.algorithm.predict(learner.params, seen)[1]
+    assert np.abs(seen - state.env.obs).max() > 0.1 and rollout.valid[-1].all()
+    advantages = reward[-1] + 0.99 * value - rollout.extras[1][-1]
+    np.testing.assert_allclose(batch.advantages.reshape(32, 4)[-1], advantages, rtol=1e-4)
 
 
 # --- The gradient step ----------------------------------------------------------------------------
@@ -406,6 +417,7 @@ def learned(value, rows, monkeypatch, target_kl=None, module=ppo, **before):
     fields |= {"core": ()} if module is ppo_rnn else {}
     state = module.TrainState(**fields)
     state, metrics = trainer.learn_trajectory(state, metrics, Trajectory((), ()))
+    assert state.key != jax.random.key(0), "else the first action would be drawn as the rows were"
     count, seen = state.learner
     return int(count), seen, {name: float(x) for name, x in metrics.items()}
 
@@ -573,6 +585,26 @@ def test_action_spaces_and_dict_observations(name, monkeypatch):
     learner, _, metrics = jax.jit(trainer.agent.learn)(learner, batch)
     assert np.isfinite(jax.tree.leaves(metrics)).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(learner.params))
+
+
+def test_policy_and_value_are_networks_of_their_own(trainer):
+    """Of two layers of tanh each, from the parameters; orthogonal ones at first."""
+    params = trainer.state.learner.params
+    obs, outputs = jax.random.normal(jax.random.key(0), (5, 4)), []
+    heads = ("actor", params["policy_head"]["linear"], 0.01), ("critic", params["value_head"], 1.0)
+    for name, head, scale in heads:
+        x = np.float64(obs)
+        for i in range(2):
+            layer = params[name]["layers"][i]
+            kernel = np.float64(layer["kernel"])
+            np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(len(kernel)), atol=1e-5)
+            x = np.tanh(x @ kernel + layer["bias"])
+        kernel = np.float64(head["kernel"]) / scale
+        np.testing.assert_allclose(kernel.T @ kernel, np.eye(kernel.shape[1]), atol=1e-5)
+        outputs.append(scale * x @ kernel + head["bias"])
+    policy, value = trainer.algorithm.predict(params, obs)
+    np.testing.assert_allclose(policy.logits, outputs[0], atol=1e-6)
+    np.testing.assert_allclose(value, outputs[1][:, 0], atol=1e-5)
 
 
 def test_evaluation_plays_the_most_likely_action():

@@ -107,6 +107,22 @@ def test_a_batch_has_the_return_of_the_paper(collected, q_lambda):
     np.testing.assert_array_equal(np.asarray(batch.weight).reshape(32, 4) > 0, valid)
 
 
+def test_q_values_from_the_parameters(collected):
+    """Q = head(f(f(s))), f(x) = ReLU(LayerNorm(W x + b)), with kernels that start as He's."""
+    trainer, learner, rollout, _ = collected
+    params, x = jax.tree.map(np.float64, learner.params), np.float64(rollout.obs[0])
+    for i in range(2):
+        layer, norm = (params["torso"][name][i] for name in ("layers", "norms"))
+        x = x @ layer["kernel"] + layer["bias"]
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        x = np.maximum(x * norm["scale"] + norm["bias"], 0)
+    expected = x @ params["head"]["kernel"] + params["head"]["bias"]
+    q_values = trainer.algorithm.predict(learner.params, rollout.obs[0])
+    np.testing.assert_allclose(q_values, expected, rtol=1e-4)
+    start = trainer.state.learner.params["torso"]["layers"][1]["kernel"]
+    np.testing.assert_allclose(start.std(), (2 / 120) ** 0.5, rtol=0.05)
+
+
 # --- Loss and steps -------------------------------------------------------------------------------
 
 HAND_BATCH = TargetBatch(
@@ -131,6 +147,11 @@ def test_loss_and_gradient_by_hand():
         td_target=HAND_BATCH.td_target.at[2].set(1e6),
     )
     leaves_equal(learn(PARAMS, HAND_BATCH), learn(PARAMS, nonsense))
+    algorithm = linear_algorithm(pqn)
+    state = pqn.LearnerState(PARAMS, algorithm.optimizer.init(PARAMS))
+    state, _ = algorithm.learn(state, HAND_BATCH)
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - gradient["w"], rtol=1e-6)
+    np.testing.assert_allclose(state.opt_state[0].trace["w"], gradient["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("anneal", [True, False])
@@ -167,6 +188,7 @@ def test_every_epoch_learns_from_each_minibatch(monkeypatch):
     state, metrics = trainer.learn_trajectory(state, metrics, Trajectory((), ()))
     assert state.learner[1].tolist() == [[4, 1], [2, 8], [8, 4], [1, 2], [2, 1], [4, 8]]
     assert metrics == {"td_loss": 112, "charts/updates": 13}
+    assert state.key != jax.random.key(0), "else the first action would be drawn as the rows were"
 
 
 # --- Acting ---------------------------------------------------------------------------------------

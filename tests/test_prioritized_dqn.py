@@ -66,6 +66,7 @@ def test_gradient_step_by_hand():
     new_state, td_error, _ = algorithm.learn(state, hand_batch(weight=(1.0, 0.25, 0.5)))
     gradient = -2 / 3 * np.array([[2.5, 0.5 * 3.0], [0.0, 0.25 * 3.0 + 0.5 * 3.0]])
     np.testing.assert_allclose(new_state.params["w"], PARAMS["w"] - gradient, rtol=1e-6)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], gradient, rtol=1e-5)
     assert td_error.tolist() == [2.5, 3, 3]  # of the parameters before the step
 
 

@@ -42,7 +42,7 @@ def linear_algorithm(kappa: float = 1.0) -> Algorithm:
     algorithm.config = Config(num_quantiles=2, kappa=kappa)
     algorithm.fractions = jnp.array([0.25, 0.75])
     algorithm.model = Quantiles
-    algorithm.optimizer = optax.sgd(1.0)
+    algorithm.optimizer = optax.sgd(1.0, momentum=0.5)  # its first step is that of SGD
     return algorithm
 
 
@@ -110,6 +110,7 @@ def test_gradient_step_by_hand():
     expected = np.zeros((2, 2, 2))
     expected[[0, 0, 1], [0, 1, 0]] = -HAND_GRADIENT / 3
     np.testing.assert_allclose(moved, expected, atol=1e-6)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], -moved, atol=1e-6)
     np.testing.assert_array_equal(new_state.target_params["w"], QUANTILES)
 
 

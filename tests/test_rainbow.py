@@ -67,7 +67,7 @@ def linear_algorithm(**options: Any) -> Algorithm:
     algorithm.config = Config(num_atoms=3, v_min=0.0, v_max=2.0, **options)
     algorithm.support = jnp.array([0.0, 1.0, 2.0])
     algorithm.model = Logits
-    algorithm.optimizer = optax.sgd(1.0)
+    algorithm.optimizer = optax.sgd(1.0, momentum=0.5)  # its first step is that of SGD
     return algorithm
 
 
@@ -136,6 +136,7 @@ def test_gradient_step_by_hand():
     expected = np.zeros((2, 2, 3))
     expected[0, 1] = 0.5 * (target - PROBS[0, 1])
     np.testing.assert_allclose(new_state.params["w"] - PARAMS["w"], expected, atol=1e-6)
+    np.testing.assert_allclose(new_state.opt_state[0].trace["w"], -expected, atol=1e-6)
     np.testing.assert_array_equal(new_state.target_params["w"], TARGET["w"])
     np.testing.assert_allclose(priority, [optax.kl_divergence(PARAMS["w"][0, 1], target)])
 
@@ -218,7 +219,8 @@ def test_environments_explore_differently_and_evaluation_does_not():
     config = Config(num_envs=50, num_atoms=5)
     algorithm = Algorithm(config, *SPACES)
     agent, params = Agent(config, algorithm), algorithm.init(jax.random.key(0)).params
-    state, obs = LearnerState(params, params, ()), jnp.ones((50, 4))
+    target_params = jax.tree.map(lambda x: -x, params)
+    state, obs = LearnerState(params, target_params, ()), jnp.ones((50, 4))
     sample, predict = jax.jit(agent.sample), jax.jit(agent.predict)
     actions = [np.asarray(sample(state, obs, 0, jax.random.key(i))) for i in range(100)]
     assert len(np.unique(actions[0])) > 1, "of the same observation"
@@ -390,6 +392,7 @@ def test_the_first_steps_are_uniform_and_the_later_ones_greedy_under_noise():
     config = Config(env_id="gymnax/CartPole-v1", num_envs=1_000, learning_starts=4_000, sigma=1.0)
     agent = Agent(config, Algorithm(config, spaces.Box(-9, 9, (4,)), spaces.Discrete(2)))
     learner, key = agent.algorithm.init(jax.random.key(0)), jax.random.key(1)
+    learner = learner._replace(target_params=jax.tree.map(lambda x: -x, learner.params))
     obs = jnp.ones((1_000, 4))
     first = agent.sample(learner, obs, jnp.int32(3_999), key)
     assert abs(first.mean() - 0.5) < 0.07
@@ -398,6 +401,10 @@ def test_the_first_steps_are_uniform_and_the_later_ones_greedy_under_noise():
     q_values = agent.algorithm.predict(learner.params, obs, noise_key, 1_000)
     np.testing.assert_array_equal(later, q_values.argmax(axis=-1))
     assert 0 < later.mean() < 1 and (first != later).any()
+    # The first step of Adam is -α g / (|g| + ε), half of α where g is ε.
+    optimizer, params = agent.algorithm.optimizer, {"w": jnp.zeros(1)}
+    updates, _ = optimizer.update({"w": jnp.array([1.5e-4])}, optimizer.init(params))
+    np.testing.assert_allclose(updates["w"], -2.5e-4 / 2, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -346,6 +346,10 @@ def test_merge_needs_equal_lanes():
     state = fill(one, [counter_row(0)])
     with pytest.raises(UserError, match="cannot merge"):
         one.merge(state, two, state)
+    apart = Replay(capacity=10, num_envs=1, gamma=GAMMA, sequence_length=2, sequence_period=2)
+    for first, second in ((one, apart), (apart, one)):
+        with pytest.raises(UserError, match="whose sequences start every 2 steps"):
+            first.merge(state, second, state)
 
 
 def test_checkpoint_round_trip(tmp_path):

@@ -377,6 +377,22 @@ def test_a_save_that_failed_at_its_checksums_can_be_tried_again(tmp_path, monkey
     checkpoints.check(10)
 
 
+def test_a_step_that_was_written_is_not_written_again(tmp_path):
+    """Else another run that is driven by hand in that folder would lose what it learned."""
+    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    checkpoints.save(10, {"w": jnp.ones(3)}, None)
+    with pytest.raises(Exception, match="already exists"):
+        checkpoints.save(10, {"w": jnp.zeros(3)}, None)
+    assert checkpoints.restore(10, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+
+
+def test_what_a_failed_save_left_over_does_not_fill_the_disk(tmp_path):
+    left_over = tmp_path / "c" / "10.orbax-checkpoint-tmp" / "default"
+    left_over.mkdir(parents=True)
+    Checkpoints(tmp_path / "c", keep=2).save(20, {"w": jnp.ones(3)}, None)
+    assert not left_over.parent.exists()
+
+
 def no_space(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

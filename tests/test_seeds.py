@@ -7,7 +7,7 @@ import pytest
 from run_helpers import run_forked
 
 from algos import a2c, dqn, impala, ppo, ppo_rnn, pqn, r2d2
-from common import load
+from common import load, save
 from common.errors import UserError
 
 from common.run.logger import read_metrics
@@ -124,11 +124,16 @@ def test_a_batch_goes_on(batch_run, tmp_path):
     shutil.rmtree(folder / "seed_3")
     (folder / "seed_3").touch()
     ran = run_forked(*flags, module="algos.ppo")
-    assert (ran.code, ran.err) == (0, "") and "policies of the seeds are missing" in ran.out
+    assert (ran.code, ran.err) == (0, "") and "missing: seed_3 (" in ran.out
     (folder / "seed_3").unlink()
+    by_hand = load(folder / "seed_2", changes={"total_timesteps": 10240}).trainer
+    list(by_hand())
+    save(by_hand, folder / "seed_2")
     more = ("--resume", folder, "--total-timesteps", 12288)
-    assert run_forked(*more, module="algos.ppo").code == 0
-    assert load(folder / "seed_1").step == 10240 and load(folder / "seed_3").step == 12288
+    ran = run_forked(*more, module="algos.ppo")
+    assert ran.code == 0 and "left as they went on alone: seed_1, seed_2" in ran.out
+    steps = [load(folder / f"seed_{seed}").step for seed in (1, 2, 3)]
+    assert steps == [10240, 10240, 12288]
     ran = run_forked(*flags, "--num-seeds", 2, module="algos.ppo")
     assert ran.code == 2
     assert "--num-seeds 2 differs from 3" in ran.err

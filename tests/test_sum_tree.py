@@ -101,6 +101,19 @@ def test_a_leaf_of_zero_is_not_drawn_beside_the_border_of_a_node():
     assert (values[np.asarray(drawn)] > 0).all()
 
 
+def test_a_leaf_of_zero_is_not_drawn_within_a_node():
+    """Sums up to it and past it are added in other orders, and may differ although it is 0."""
+    rng = np.random.default_rng(0)
+    draw = jax.jit(sum_tree.draw)
+    for _ in range(100):
+        values = rng.random(64).astype(np.float32) * (rng.random(64) > 0.2)
+        tree = sum_tree.update(sum_tree.init(64), jnp.arange(64), jnp.array(values))
+        borders = np.cumsum(values.astype(np.float64))[:-1] / values.sum(dtype=np.float64)
+        nearby = borders.astype(np.float32).view(np.int32)[:, None] + np.arange(-3, 4)
+        drawn = draw(tree, jnp.array(nearby.ravel().astype(np.int32).view(np.float32)))
+        assert (values[np.asarray(drawn)] > 0).all()
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99999994, 1.0])
 def test_a_leaf_of_zero_is_never_drawn(fraction):
     """Not at the very ends either, where rounding could fall on one."""

@@ -157,7 +157,7 @@ def test_a_bad_address_is_one_line_and_creates_nothing(tmp_path, address, part):
 def test_without_ray_the_extra_is_named_and_nothing_created(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "sweep_on_ray", raising=False)
-    with pytest.raises(UserError, match=r"needs Ray; pip install 'quartet-rl\[distributed\]'"):
+    with pytest.raises(UserError, match=r"needs Ray; pip install -e '\.\[distributed\]'"):
         sweep.main(["--ray-address", "auto", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 

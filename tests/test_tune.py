@@ -229,5 +229,5 @@ def test_out_that_holds_a_study_or_cannot_be_written(tmp_path, fake):
 
 def test_without_optuna_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UserError, match=r"pip install 'quartet-rl\[tune\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[tune\]'"):
         tune.main([])

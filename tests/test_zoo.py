@@ -52,7 +52,7 @@ def modules(text: str) -> dict[str, str]:
 
 
 def is_installed(package: str) -> bool:
-    names = {"quartet-rl[jax-envs]": "gymnax"}
+    names = {".[jax-envs]": "gymnax"}
     try:
         return bool(metadata.distribution(names.get(package, package)))
     except metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def test_the_pages_have_commands_and_modules() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.value("--env-id", ""))
 def test_command_of_the_pages(tmp_path: Path, command: Command) -> None:
-    pytest.importorskip("minigrid", reason="pip install 'quartet-rl[zoo]'")
+    pytest.importorskip("minigrid", reason="pip install -e '.[zoo]'")
     missing = {package for package in command.packages if not is_installed(package)}
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")

@@ -216,7 +216,7 @@ def _known_ids(backend: str, env_id: str) -> list[str]:
         problem = f"needs the package {family}"
         if getattr(error, "name", None) != family:
             problem = f"needs the package {family}, which cannot be imported ({one_line(error)})"
-        raise UserError(f"{env_id} {problem}; pip install 'quartet-rl[jax-envs]'") from error
+        raise UserError(f"{env_id} {problem}; pip install -e '.[jax-envs]'") from error
     names = library.registered_envs if family == "gymnax" else library.available_envs()
     return [f"{family}/{name}" for name in names]
 

@@ -57,7 +57,7 @@ class GymnasiumStepper:
             raise UserError(f"the environment cannot render: {error!r}") from error
         if not isinstance(frame, np.ndarray):
             raise UserError(f"the environment rendered {type(frame).__name__}, not an RGB array")
-        if frame.dtype != np.uint8 or frame.ndim != 3:
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
             raise UserError(
                 f"the environment rendered {frame.dtype} {frame.shape}, not an RGB array of uint8"
             )
@@ -202,12 +202,12 @@ def _clean_start() -> Generator[None, None, None]:
     A fork of this process, with the threads of JAX, could hang; the fork server has none.
     """
     multiprocessing.set_forkserver_preload(["gymnasium.vector"])
-    resource_tracker.ensure_running()  # first, because starting it undoes the mask
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    deaf_to = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
+        resource_tracker.ensure_running()  # first, because starting it undoes the next mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

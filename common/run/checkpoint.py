@@ -71,23 +71,36 @@ class Checkpoints:
                 returns[step] = float(metrics["return"])
         return max(returns.items(), key=lambda item: (item[1], item[0]), default=None)
 
-    def missing_step(self) -> int | None:
-        """Return the step written last if it is not there any more."""
+    def latest_step(self) -> int | None:
+        """Return the step that was written last, with its checksums; 0.1.0 did not keep it."""
         try:
-            latest = int((self.folder / LATEST).read_text())
+            return int((self.folder / LATEST).read_text())
         except (OSError, ValueError):
             return None
+
+    def missing_step(self) -> int | None:
+        """Return the step written last if it is not there any more."""
+        latest = self.latest_step()
         return None if latest in self.steps() else latest
 
     def save(self, step: int, state: Any, episode_return: float | None) -> None:
-        """Write a checkpoint; a killed or failed write leaves the earlier ones as they are."""
+        """Write a checkpoint; a killed or failed write leaves the earlier ones as they are.
+
+        Raises:
+            Exception: orbax has many, one of them for a step that is there already.
+        """
         metrics = None if episode_return is None else {"return": episode_return}
         filled = _filled(state)
         in_pieces = jax.tree.map(lambda _: self._ocp.SaveArgs(chunk_byte_size=PIECE), filled)
         args = self._ocp.args.PyTreeSave(
             filled, save_args=in_pieces, ocdbt_target_data_file_size=PIECE
         )
-        if step not in self.steps():  # else a try failed behind what orbax does at one stroke
+        for left_over in self.folder.glob("*.orbax-checkpoint-tmp*"):  # they fill the disk
+            shutil.rmtree(left_over, ignore_errors=True)
+        latest = self.latest_step()
+        # A try may have failed behind what orbax does at one stroke.
+        is_unfinished = step in self.steps() and (latest is None or latest < step)
+        if not is_unfinished:
             with _quiet_orbax():
                 manager = self._ocp.CheckpointManager(self.folder.absolute(), options=self._options)
                 manager.save(step, args=args, metrics=metrics, force=True)
@@ -346,7 +359,8 @@ def _rescue(folder: Path | None, trainer: Trainer, episode_return: float | None)
     except Exception as error:
         if temporary != Path(tempfile.gettempdir()):
             shutil.rmtree(temporary, ignore_errors=True)
-        return f"nor in {temporary} ({_brief(error)}); free space and go on with --resume"
+        go_on = "start again" if folder is None else "go on with --resume"
+        return f"nor in {temporary} ({_brief(error)}); free space and {go_on}"
     return (
         f"it was saved as {temporary / str(int(trainer.state.step))} instead; free space, move "
         f"it into {folder} and go on with --resume"

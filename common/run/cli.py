@@ -197,9 +197,10 @@ def _defaults(config_class: type, presets: Presets, early: argparse.Namespace) -
     if preset not in presets:
         raise UserError(f"unknown --preset {preset!r}; accepted are auto, {', '.join(presets)}")
     if of_file not in ("auto", preset):
+        here = f" ({preset} here)" if early.preset == "auto" else ""
         raise UserError(
-            f"--preset {preset} differs from the preset {of_file} in "
-            f"{early.config or early.resume}, whose values would stay; leave out one of them"
+            f"--preset {early.preset}{here} differs from the preset {of_file} in "
+            f"{early.config or early.resume}, whose values would stay; leave it out"
         )
     return presets[preset] | saved | {"preset": preset}
 

@@ -78,16 +78,15 @@ def check_ranges(options: object) -> None:
             _check_number(flag_of(name), value, kind, limits)
         if not ranges and not fits(value, kind):
             raise UserError(
-                f"{flag_of(name)} must be {accepted(kind)}, got {value!r}{_of_type(value)}"
+                f"{flag_of(name)} must be {accepted(kind)}, got {value!r}{_of_type(value, kind)}"
             )
 
 
-def _of_type(value: Any) -> str:
-    """Return words about a value that looks right and has another type than fields have."""
-    python = {list: "tuple", np.bool_: "bool", np.integer: "int", np.floating: "float"}
-    for kind, wanted in python.items():
-        if isinstance(value, kind):
-            return f" of type {type(value).__name__}; give a Python {wanted}"
+def _of_type(value: Any, kind: Any) -> str:
+    """Return words about a value that may look right, but has another type than a field's."""
+    wanted = get_origin(kind) or kind
+    if isinstance(value, list | np.generic) and isinstance(wanted, type):
+        return f" of type {type(value).__name__}; give a Python {wanted.__name__}"
     return ""
 
 
@@ -95,7 +94,7 @@ def _check_number(flag: str, value: Any, kind: type, limits: Range) -> None:
     if not fits(value, kind) or not abs(value) < math.inf:
         raise UserError(
             f"{flag} must be a {'whole' if kind is int else 'finite'} number, got {value!r}"
-            f"{_of_type(value)}"
+            f"{_of_type(value, kind)}"
         )
     if not limits.holds(value):
         raise UserError(f"{flag} must be {limits}, got {value}")

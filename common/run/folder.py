@@ -17,7 +17,8 @@ from common.run.config import flag_of, read_object
 from common.run.trainer import RunConfig, Trainer
 
 LOCK = "lock"
-PATTERN = re.compile(r"\\|\[.*\]")  # in which orbax does not find a file of that name
+# In which orbax does not find a file of that name, and what tensorstore takes for more than one.
+PATTERN = re.compile(r"\\|\[.*\]|(?<=/)(\*+|gs:)(?=/|$)")
 MAY_CHANGE = ("total_timesteps", "eval_stochastic", "evaluation_epsilon")
 
 
@@ -69,8 +70,8 @@ def check_name(folder: Path, flag: str) -> None:
     """
     if found := PATTERN.search(str(folder.absolute())):
         raise UserError(
-            f"{flag} {folder} has {found[0]} in its whole path, from which no checkpoint can be "
-            "read again; give a folder without it"
+            f"{flag} {folder} has {found[0]} in its whole path; checkpoints that are written there "
+            "cannot be read again, so give a folder without it, or move it to one"
         )
 
 
@@ -127,14 +128,10 @@ def _earlier_flags(folder: Path, trainer: Trainer, algo: str) -> dict[str, Any]:
         raise UserError(f"{folder} was trained by {trained_by}, not by {algo}; give another folder")
     if different := difference(saved, trainer.config, trainer.evaluator.num_seeds or 1):
         raise UserError(f"{different} in {folder}; give another folder")
-    step, latest = int(trainer.state.step), max(_steps(folder), default=-1)
-    if step <= latest:
+    step, latest = int(trainer.state.step), Checkpoints(folder / "checkpoints").latest_step()
+    if latest is not None and step <= latest:
         raise UserError(
             f"{folder} has reached step {latest} and the trainer is at {step}; train on before you "
             "save again, or give another folder"
         )
     return saved
-
-
-def _steps(folder: Path) -> list[int]:
-    return Checkpoints(folder / "checkpoints").steps()

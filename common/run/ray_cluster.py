@@ -36,6 +36,8 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
     import ray
 
     handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    # A terminal that ends takes Ray's processes along, and they the driver before it has saved.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     with tempfile.TemporaryDirectory(prefix="quartet-ray-", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(**_where(address, num_cpus, folder), log_to_driver=False)
@@ -48,6 +50,7 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
                 "has memory and disk left, or give a --ray-address"
             ) from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for one, handler in handlers.items():
                 signal.signal(one, handler)  # Ray has one of its own for SIGTERM
         try:

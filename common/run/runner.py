@@ -25,7 +25,7 @@ from common.errors import UserError, one_line
 from common.ranges import LARGEST
 
 from common.run import cli, threads
-from common.run.checkpoint import Checkpoints, checkpointer, resume
+from common.run.checkpoint import Checkpoints, checkpointer, resume, write_atomically
 from common.run.config import read_object
 from common.run.devices import learner_on_devices, shard_over_devices
 from common.run.evaluator import episodes, evaluator, shown_return, still_running
@@ -45,6 +45,7 @@ from common.run.seeds import batch_seeds, state_of_seed
 from common.run.trainer import Call, Learner, Presets, RunConfig, Trainer, start
 
 C = TypeVar("C", bound=RunConfig)
+WITH_ALL_SEEDS = "step_with_all_seeds"  # in the folder of a seed: when the run of all wrote it
 
 
 def run(
@@ -242,7 +243,7 @@ class _Run:
                 "try apex_dqn.py, impala.py or ppo.py"
             )
         if importlib.util.find_spec("ray") is None:
-            raise UserError("--explorers are actors of Ray; pip install 'quartet-rl[distributed]'")
+            raise UserError("--explorers are actors of Ray; pip install -e '.[distributed]'")
         if self.run.num_seeds > 1:
             raise UserError("--num-seeds and --explorers cannot go together; leave one out")
         from common.run.explorers import group_size
@@ -269,7 +270,7 @@ class _Run:
         except (RuntimeError, AssertionError) as error:
             raise UserError(
                 f"--device {self.run.device} was asked for, but JAX finds no such device; use "
-                "--device cpu and unset JAX_PLATFORMS, or pip install 'quartet-rl[gpu]' on a "
+                "--device cpu and unset JAX_PLATFORMS, or pip install -e '.[gpu]' on a "
                 "machine with an NVIDIA driver"
             ) from error
 
@@ -361,12 +362,7 @@ class _Run:
         ]
         if self.run.num_seeds > 1:
             lines.append(f"policies: its folders seed_{first} to seed_{last}")
-            try:
-                kept = self._save_seeds(trainer, logs)
-                lines += [f"left as they went on alone: {', '.join(kept)}"] if kept else []
-            except Exception as error:  # orbax has many
-                reason = one_line(error)[:200]
-                lines[-1] = f"policies of the seeds are missing ({reason}); --resume writes them"
+            lines += self._save_seeds(trainer, logs)
         lines += self._write_report(result, title)
         if self.logging.capture_video:
             lines.append(self.video)
@@ -404,26 +400,39 @@ class _Run:
         return [f"best checkpoint: step {step:,}, {kind} {shown}"]
 
     def _save_seeds(self, trainer: Trainer, logs: dict[str, float]) -> list[str]:
-        """Give every seed a run folder of its own, to load, to evaluate and to go on with.
-
-        One that has reached this step stays as it is, and so does one that was trained on alone:
-        the names of these are returned.
-        """
-        went_on = []
+        """Give every seed a run folder of its own; return lines about those left as they are."""
+        went_on, missing = [], {}
         for index in range(self.run.num_seeds):
-            seed = self.config.seed + index
-            folder, state = self.folder() / f"seed_{seed}", state_of_seed(trainer.state, index)
-            checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-            if (folder / "metrics.csv").exists():  # which only a run of its own writes
-                went_on.append(folder.name)
-            elif int(state.step) not in checkpoints.steps():
-                folder.mkdir(exist_ok=True)
-                with hold(folder):
-                    flags = self._flags() | {"seed": seed, "num_seeds": 1}
-                    write_config(folder, flags, self.source)
-                    mean = logs.get(f"seed_{seed}/evaluation_return")
-                    checkpoints.save(int(state.step), state, mean)
-        return went_on
+            name = f"seed_{self.config.seed + index}"
+            try:
+                went_on += [] if self._save_seed(trainer, index, logs) else [name]
+            except Exception as error:  # orbax has many
+                missing[name] = one_line(error)[:200]
+        lines = [f"left as they went on alone: {', '.join(went_on)}"] if went_on else []
+        if missing:
+            reason = next(iter(missing.values()))
+            lines.append(f"missing: {', '.join(missing)} ({reason}); --resume writes them")
+        return lines
+
+    def _save_seed(self, trainer: Trainer, index: int, logs: dict[str, float]) -> bool:
+        """Write a seed's run folder, to load, to evaluate and to go on with.
+
+        One that was trained on alone stays as it is, and False is returned.
+        """
+        seed, state = self.config.seed + index, state_of_seed(trainer.state, index)
+        folder, step = self.folder() / f"seed_{seed}", int(state.step)
+        checkpoints, mark = Checkpoints(folder / "checkpoints", keep=1), folder / WITH_ALL_SEEDS
+        latest = checkpoints.latest_step()
+        went_on = mark.exists() and latest is not None and latest > int(mark.read_text())
+        if went_on or (folder / "metrics.csv").exists():  # which only a run of its own writes
+            return False
+        if step != latest:
+            folder.mkdir(exist_ok=True)
+            with hold(folder):
+                write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
+                write_atomically(mark, str(step))
+                checkpoints.save(step, state, logs.get(f"seed_{seed}/evaluation_return"))
+        return True
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
         from common.run.curve import save_curve
