@@ -82,6 +82,11 @@ class Config:
     def __post_init__(self) -> None:
         check_config(self)
         check_replay(self)
+        if self.sequence_period > self.sequence_length:
+            raise UserError(
+                f"--sequence-period {self.sequence_period} is more than --sequence-length "
+                f"{self.sequence_length}, so that rows between are never learned; lower the period"
+            )
         rows = self.burn_in + self.sequence_length + self.n_step
         if self.learning_starts < rows * self.num_envs:
             raise UserError(

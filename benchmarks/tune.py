@@ -178,10 +178,14 @@ class Tuning:
         own = ["python", f"algos/{self.options.algo}.py", "--env-id", self.options.env_id]
         values = dict(trial.user_attrs["fields"])
         total = trial.user_attrs["total_timesteps"]
-        if total != self.config.total_timesteps:
+        flags = list(self.flags)
+        if total != self.config.total_timesteps:  # a multiple of the trial's --num-envs
+            if "--total-timesteps" in flags:
+                at = flags.index("--total-timesteps")
+                del flags[at : at + 2]
             values["total_timesteps"] = total
         words = [word for name, value in values.items() for word in _flag(name, value)]
-        return shlex.join([*own, *self.flags, *words])
+        return shlex.join([*own, *flags, *words])
 
     def _write(self, study: Any, trial: Any) -> None:
         """Say how a trial ended, and write the files."""

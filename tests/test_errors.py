@@ -586,6 +586,13 @@ def test_bad_config_file(capsys, tmp_path, name):
     check(ran, words, runs)
 
 
+def test_a_run_too_short_to_learn_says_so(capsys, tmp_path):
+    flags = ("--total-timesteps", 1600, "--eval-frequency", 0, "--eval-episodes", 0)
+    ran = run_here(capsys, *flags, "--runs-dir", tmp_path)
+    assert ran.code == 0
+    assert "warning: nothing is learned before --learning-starts 10,000 of" in ran.out
+
+
 def test_a_preset_against_that_of_a_config_file(capsys, tmp_path):
     """The file's values win over a preset's, so that the flag would change the label alone."""
     path, runs = tmp_path / "config.json", tmp_path / "runs"

@@ -99,7 +99,9 @@ def test_burn_in_goes_on_from_the_stored_state(trainer, acted):
 
 def hand_algorithm(**options: Any) -> Algorithm:
     algorithm = object.__new__(Algorithm)
-    settings: dict[str, Any] = dict(gamma=GAMMA, n_step=2, sequence_length=3, burn_in=0)
+    settings: dict[str, Any] = dict(
+        gamma=GAMMA, n_step=2, sequence_length=3, burn_in=0, sequence_period=1
+    )
     algorithm.config = replace(Config(), **(settings | options))
     return algorithm
 
@@ -216,6 +218,8 @@ def test_unavailable_actions_are_never_valued():
 def test_a_sequence_must_fit_before_the_first_update():
     with pytest.raises(UserError, match=r"--learning-starts 25 comes before.*use at least 26"):
         replace(SMALL, learning_starts=25)
+    with pytest.raises(UserError, match="--sequence-period 7 is more than --sequence-length 6"):
+        replace(SMALL, sequence_period=7)
 
 
 @pytest.mark.slow

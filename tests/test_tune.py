@@ -124,6 +124,7 @@ def test_the_best_command_line_gives_the_best_config(tmp_path, fake, capsys):
     program, *flags = shlex.split(command)[1:]
     config = cli.parse(dqn.Config, dqn.PRESETS, flags).config
     assert program == "algos/dqn.py" and config.env_id == "gymnax/CartPole-v1"
+    assert flags.count("--total-timesteps") == 1
     assert config in FakeTrainer.made
     for name in ("learning_rate", "gamma", "num_envs", "tau"):
         assert getattr(config, name) == float(best[name])

@@ -166,6 +166,12 @@ class _Run:
         """Train to the end, or until a signal."""
         self.start_time = time.time()
         self.console.print(self._describe())
+        starts, total = getattr(self.config, "learning_starts", 0), self.config.total_timesteps
+        if starts >= total:
+            self.console.print(
+                f"warning: nothing is learned before --learning-starts {starts:,} of "
+                f"--total-timesteps {total:,}; lower the one or raise the other"
+            )
         call = self._decorated(_unless(received)(start), received)
         with contextlib.closing(call(trainer)) as training:
             for log_data in training:
