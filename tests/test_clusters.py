@@ -134,7 +134,11 @@ def test_a_killed_learner_leaves_no_process_and_its_run_goes_on(tmp_path):
 @pytest.mark.slow
 def test_the_end_of_the_terminal_leaves_a_checkpoint(tmp_path):
     """It reaches Ray's processes as well, whose end would end the Learner before it has saved."""
-    program = Program("--total-timesteps", 2_000_000, "--runs-dir", tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        program = Program("--total-timesteps", 2_000_000, "--runs-dir", tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     folder = program.wait_for_step(tmp_path, 10_000)
     code, out, err = program.end(signal.SIGHUP)
     assert code == 129 and f"stopped by SIGHUP; go on with --resume {folder}" in out, (out, err)
