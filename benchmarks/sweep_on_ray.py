@@ -165,7 +165,9 @@ class RunOnNode:
         """Refuse to go on with what another sweep left on this node in a folder of that name."""
         path, job = self.run.folder / "job.json", self.run.job
         if path.exists() and (difference := job.difference(json.loads(path.read_text()))):
-            raise ValueError(f"{self.run.folder} on {socket.gethostname()} holds it {difference}")
+            raise ValueError(
+                f"{self.run.folder} on {socket.gethostname()} holds a run {difference}"
+            )
         path.write_text(json.dumps(job.identity | {"seconds": 0.0}))
 
     def _files(self) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ Files under --out, written after each trial:
 Exit codes: 0 done; 1 no trial came to its end; 2 bad input; 130 stopped by Ctrl-C.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -178,11 +179,11 @@ class Tuning:
         own = ["python", f"algos/{self.options.algo}.py", "--env-id", self.options.env_id]
         values = dict(trial.user_attrs["fields"])
         total = trial.user_attrs["total_timesteps"]
-        flags = list(self.flags)
+        flags = self.flags
         if total != self.config.total_timesteps:  # a multiple of the trial's --num-envs
-            if "--total-timesteps" in flags:
-                at = flags.index("--total-timesteps")
-                del flags[at : at + 2]
+            given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            given.add_argument("--total-timesteps", "--total_timesteps")
+            flags = given.parse_known_args(flags)[1]
             values["total_timesteps"] = total
         words = [word for name, value in values.items() for word in _flag(name, value)]
         return shlex.join([*own, *flags, *words])

@@ -102,7 +102,11 @@ class Program:
         family = self.family()
         assert len(family) > 3
         os.killpg(self.process.pid, number)
-        out, err = self.process.communicate(timeout=60)
+        try:
+            out, err = self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)  # else it trains on beside other tests
+            raise
         deadline = time.monotonic() + 10
         while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, left

@@ -23,7 +23,6 @@ from common.run.config import check_config
 ROOT = Path(__file__).parent.parent
 ALGORITHMS = sorted(p for p in (ROOT / "algos").glob("*.py") if p.stem != "__init__")
 MODULES = [importlib.import_module(f"algos.{path.stem}") for path in ALGORITHMS]
-ENDS = "terminated", "truncated"
 CLASSES = ["Config", "Model", "LearnerState", "Algorithm", "Agent", "TrainState", "Trainer"]
 
 TRAINER_PARTS = [
@@ -364,8 +363,9 @@ def bare_trainer(module: Any, keys: list) -> tuple[Any, Any]:
     """A Trainer whose parts do nothing but keep the keys that they are given, and its state."""
 
     def keep(*args: Any) -> Any:
-        is_key = lambda x: jnp.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)  # noqa: E731
-        keys.extend(filter(is_key, args))
+        dtypes = [getattr(x, "dtype", int) for x in args]
+        are_keys = [jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes]
+        keys.extend(itertools.compress(args, are_keys))
         return SimpleNamespace(index=())
 
     def part(function: Any, first: Any, last: Any) -> Any:
@@ -421,7 +421,8 @@ def test_a_row_is_what_was_seen_done_and_given(module):
         is_state = isinstance(result, module.TrainState)
         state, row = (result, result.replay) if is_state else result
         assert row.obs is seen and row.action.tolist() == [[3], [4]]
-        assert all(getattr(row, x) is getattr(given, x) for x in ("reward", *ENDS))
+        for name in ("reward", "terminated", "truncated"):
+            assert getattr(row, name) is getattr(given, name)
         assert row.valid.tolist() == [True, False]
     assert state.step == 12 and len(keys) >= 3
     assert_all_differ(keys)

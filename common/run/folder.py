@@ -66,7 +66,7 @@ def check_name(folder: Path, flag: str) -> None:
     """Refuse a folder whose checkpoints orbax could not read again, as it searches by patterns.
 
     Raises:
-        UserError: its whole path has a backslash or words in brackets.
+        UserError: its whole path has a backslash, words in brackets, or a part ** or gs:.
     """
     if found := PATTERN.search(str(folder.absolute())):
         raise UserError(

@@ -35,12 +35,10 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
-    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    # A terminal that ends takes Ray's processes along, and they the driver before it has saved.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     with tempfile.TemporaryDirectory(prefix="quartet-ray-", ignore_cleanup_errors=True) as folder:
         try:
-            ray.init(**_where(address, num_cpus, folder), log_to_driver=False)
+            with _own_signals():
+                ray.init(**_where(address, num_cpus, folder), log_to_driver=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"--ray-address {address} is no cluster that this machine reaches "
@@ -49,14 +47,26 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
                 else f"Ray could not be started on this machine ({one_line(error)}); see that it "
                 "has memory and disk left, or give a --ray-address"
             ) from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for one, handler in handlers.items():
-                signal.signal(one, handler)  # Ray has one of its own for SIGTERM
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Generator[None, None, None]:
+    """Keep this process's handlers (Ray has one for SIGTERM); what starts is deaf to SIGHUP.
+
+    Else a terminal that ends takes Ray's processes along, and they the driver before it has saved.
+    """
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
 
 
 def _where(address: str | None, num_cpus: int, folder: str) -> dict[str, Any]:

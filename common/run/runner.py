@@ -411,7 +411,8 @@ class _Run:
         for index in range(self.run.num_seeds):
             name = f"seed_{self.config.seed + index}"
             try:
-                went_on += [] if self._save_seed(trainer, index, logs) else [name]
+                if not self._save_seed(trainer, index, logs):
+                    went_on.append(name)
             except Exception as error:  # orbax has many
                 missing[name] = one_line(error)[:200]
         lines = [f"left as they went on alone: {', '.join(went_on)}"] if went_on else []
@@ -425,8 +426,8 @@ class _Run:
 
         One that was trained on alone stays as it is, and False is returned.
         """
-        seed, state = self.config.seed + index, state_of_seed(trainer.state, index)
-        folder, step = self.folder() / f"seed_{seed}", int(state.step)
+        seed, step = self.config.seed + index, int(trainer.state.step)
+        folder = self.folder() / f"seed_{seed}"
         checkpoints, mark = Checkpoints(folder / "checkpoints", keep=1), folder / WITH_ALL_SEEDS
         latest = checkpoints.latest_step()
         went_on = mark.exists() and latest is not None and latest > int(mark.read_text())
@@ -437,7 +438,8 @@ class _Run:
             with hold(folder):
                 write_config(folder, self._flags() | {"seed": seed, "num_seeds": 1}, self.source)
                 write_atomically(mark, str(step))
-                checkpoints.save(step, state, logs.get(f"seed_{seed}/evaluation_return"))
+                mean = logs.get(f"seed_{seed}/evaluation_return")
+                checkpoints.save(step, state_of_seed(trainer.state, index), mean)
         return True
 
     def _write_report(self, result: dict[str, Any], title: str) -> list[str]:
