@@ -91,8 +91,16 @@ def main(options: Options) -> int:
 
 
 def chosen_runs(options: Options) -> dict[str, Result]:
-    """Return a run of each commit of each chosen group, by folder and name of its file."""
+    """Return a run of each commit of each chosen group, by folder and name of its file.
+
+    Raises:
+        UserError: an unknown folder.
+    """
     folders = sorted(path.parent for path in RESULTS.glob("sweep*/jobs"))
+    names = [folder.name for folder in folders]
+    for name in options.folders:
+        if name not in names:
+            raise UserError(f"unknown --folders {name!r}; accepted are {', '.join(names)}")
     chosen: dict[str, Result] = {}
     for folder in folders:
         groups = read_groups(folder) if folder.name in (options.folders or [folder.name]) else []

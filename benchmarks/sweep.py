@@ -150,7 +150,8 @@ def main(args: list[str]) -> int:
         UserError: bad input, or a folder that cannot be used; nothing was created.
     """
     split = args.index("--") if "--" in args else len(args)
-    options = cli.parse_flags(SweepOptions, args[:split], __doc__ or "")
+    hint = "flags of the runs follow `--`; see --help"
+    options = cli.parse_flags(SweepOptions, args[:split], __doc__ or "", hint)
     jobs, out = make_jobs(options, args[split + 1 :]), Path(options.out)
     check_name(out, "--out")
     if options.ray_address is not None:

@@ -96,7 +96,8 @@ def main(args: list[str]) -> int:
         UserError: bad input, or a folder that cannot be used; no trial was made.
     """
     split = args.index("--") if "--" in args else len(args)
-    options = cli.parse_flags(TuneOptions, args[:split], __doc__ or "")
+    hint = "flags of the trials follow `--`; see --help"
+    options = cli.parse_flags(TuneOptions, args[:split], __doc__ or "", hint)
     return Tuning(options, args[split + 1 :]).execute()
 
 

@@ -177,3 +177,8 @@ def test_a_run_that_ends_before_is_an_error(results: Path) -> None:
 def test_kept_findings_are_of_committed_runs() -> None:
     names = set(repeat.chosen_runs(repeat.Options()))
     assert set(repeat.read_repeats()) <= names, "delete what repeat.json has of runs that are gone"
+
+
+def test_an_unknown_folder_is_one_line():
+    with pytest.raises(UserError, match="unknown --folders 'sweeps'; accepted are sweep, "):
+        repeat.main(repeat.Options(folders=("sweeps",)))

@@ -318,6 +318,17 @@ def test_help(capsys):
             assert words and words[0] in text
 
 
+def test_help_of_a_module():
+    command = [sys.executable, "-m", "common.plot", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.stdout.startswith("usage: python -m common.plot [-h]"), shown.stderr
+    reader, writer = os.pipe()
+    os.close(reader)  # as `--help | head` may do
+    unread = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (unread.returncode, unread.stderr) == (1, "")
+
+
 def test_what_importing_an_algorithm_costs():
     heavy = ["wandb", "matplotlib.pyplot", "orbax.checkpoint", "tensorflow", "torch", "envpool"]
     code = f"import sys, time, algos.dqn; print([m for m in {heavy} if m in sys.modules]);"

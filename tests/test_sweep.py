@@ -135,7 +135,7 @@ def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
         (["--num-seeds", "0"], "--num-seeds must be 1 or more, got 0"),
         (["--env-ids", "CartPole-v1", "Cartpole-v1"], "unknown --env-id 'Cartpole-v1'"),
         (["--eval-frequency", "-1"], "--eval-frequency must be 0 or more, got -1"),
-        (["--gamma", "0.9"], "--gamma"),
+        (["--gamma", "0.9"], "unknown flag '--gamma'; flags of the runs follow `--`"),
         (["--", "--gama", "0.9"], "--gama"),
         (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
         (["--", "--eval-episodes", "0"], "--eval-episodes 0 cannot follow `--`"),

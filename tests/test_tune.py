@@ -200,7 +200,7 @@ def test_a_real_trial(tmp_path):
         (["--fields", "gamma=0.9:0.8"], "NAME=LOW:HIGH, with LOW below HIGH"),
         (["--fields", "gamma=0.9:high"], "'high' is not a number"),
         (["--fields", "batch_size=1.5,2"], "'1.5' is not a whole number"),
-        (["--gamma", "0.9"], "--gamma"),
+        (["--gamma", "0.9"], "unknown flag '--gamma'; flags of the trials follow `--`"),
         (["--", "--gamma", "2"], "--gamma must be between 0 and 1"),
         (["--", "--seed=3"], "--seed=3 cannot follow `--`"),
     ],

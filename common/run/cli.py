@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import tyro
 from gymnasium import spaces
+from rich.console import Console
 
 from common.envs import import_envpool
 from common.errors import UserError, one_line
@@ -306,8 +307,10 @@ def _field_docs(config_class: type) -> dict[str, str]:
     return docs
 
 
-def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
-    """Read flags into a dataclass; nested ones group them.
+def parse_flags(
+    root: type, args: Sequence[str], description: str, hint: str = "see --help for all flags"
+) -> Any:
+    """Read flags into a dataclass; nested ones group them. An unknown one is answered with `hint`.
 
     Raises:
         UserError: an unknown flag, a missing value or one of the wrong type.
@@ -315,15 +318,20 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
     """
     hints, printed = _flag_hints(root), io.StringIO()
     _check_words(hints, args)
+    module = sys.modules["__main__"].__spec__  # None where a file was started by its path
+    prog = f"python -m {module.name}" if module else None
     try:
         with contextlib.redirect_stderr(printed):
             result: tuple[Any, list[str]] = tyro.cli(
-                root, args=args, description=description, return_unknown_args=True
+                root, prog=prog, args=args, description=description, return_unknown_args=True
             )
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UserError(_bad_value(printed.getvalue(), hints, args)) from stop
+    except BrokenPipeError:  # whoever reads --help has seen enough
+        Console().on_broken_pipe()
+        raise
     parsed, unknown = result
     if not unknown:
         return parsed
@@ -331,7 +339,7 @@ def parse_flags(root: type, args: Sequence[str], description: str) -> Any:
     near = [ABBREVIATIONS[flag]] if ABBREVIATIONS.get(flag) in hints else []
     near = near or difflib.get_close_matches(flag, hints, n=3)
     kind = "flag" if flag.startswith("-") else "argument"
-    hint = f"did you mean {', '.join(near)}? see --help" if near else "see --help for all flags"
+    hint = f"did you mean {', '.join(near)}? see --help" if near else hint
     raise UserError(f"unknown {kind} {flag!r}; {hint}")
 
 

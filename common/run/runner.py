@@ -592,7 +592,7 @@ def _check_resume(folder: Path, config: RunConfig, num_seeds: int) -> None:
     if different := difference(saved, config, num_seeds):
         raise UserError(
             f"{different} in {folder}; a resumed run may only change --total-timesteps, the "
-            "actions of evaluation, logging and run options"
+            "actions of evaluation, and logging, run (but for --num-seeds) and Explorer options"
         )
 
 
