@@ -19,6 +19,7 @@ from machine import ROOT
 from repeat import RESULTS, Repeat, first_of_commits, read_repeats, run_name
 from report import (
     DM_CONTROL,
+    GYMNASIUM,
     MANY_SEEDS,
     PUBLISHED,
     Result,
@@ -38,9 +39,7 @@ from common.run import cli
 
 BEGIN = "<!-- results: written by `python benchmarks/tables.py` -->"
 END = "<!-- end of results -->"
-DM_CONTROL_PAGE = "docs/algorithms/ppo.md"
-DM_CONTROL_BEGIN = "<!-- dm_control: written by `python benchmarks/tables.py` -->"
-DM_CONTROL_FOLDER = "sweep_ppo_dm_control"
+TASKS_PAGE = "docs/algorithms/ppo.md"
 LEAST_SEEDS = 3  # of a row
 ORDER = (
     *("dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "noisy_dqn", "c51", "qr_dqn", "iqn"),
@@ -54,26 +53,31 @@ SILENT_FLAGS = (
 )
 EXPLANATION = (
     "Training return: all episodes that ended in the last 10 % of the steps, and in up to 2 % "
-    "before them, as log points count whole; mean ± standard deviation over seeds. Over 5 seeds "
-    "also the interquartile mean (IQM) with its bootstrapped 95 % interval. In parentheses: "
-    "CleanRL's mean of 3 seeds (dm_control: 10) after as many steps. Command, commit and machine "
-    "of each figure are in `results.md` of the folder under data."
+    "before them, as log points count whole; mean ± standard deviation over seeds (divided by "
+    "their number). Over 5 seeds also the interquartile mean (IQM) with its bootstrapped 95 % "
+    "interval. In parentheses: CleanRL's mean of 3 seeds (of 10 after 8,000,000 steps) after as "
+    "many steps, over the [last 100 episodes]"
+    "(https://github.com/openrlbenchmark/openrlbenchmark/blob/main/openrlbenchmark/rlops.py) "
+    "of each. Command, commit and machine of each figure are in `results.md` of the folder under "
+    "data."
 )
 
 
 ROWS_ORIGIN = ("published", "minutes", "command", "commit", "repeated")
 ROWS = (
-    "Interquartile means over seeds with bootstrapped 95 % intervals; of fewer than "
-    f"{MANY_SEEDS} seeds it is close to the mean. Evaluation: the final policy, greedy where the "
-    "algorithm's page does not say otherwise. Published: "
-    "CleanRL, training return, on its pages of the algorithms, such as "
-    "[DDPG's](https://docs.cleanrl.dev/rl-algorithms/ddpg/), of dm_control on "
-    "[RPO's](https://docs.cleanrl.dev/rl-algorithms/rpo/). Minutes: wall time of a run, median "
-    "over seeds, on one core where `results.md` names no GPU; it shared its machine with other "
-    "runs, and cores differed by about 2.5 times. Repeated: the commit on which the first part of "
-    "a run was trained again (`benchmarks/repeat.py`), and how much of it, with the returns of "
-    "the row's own commit to the bit, and with its losses where all returns are alike, so that "
-    "the row is one of that commit, too; *rounds otherwise* where one differs."
+    "Interquartile means over seeds with bootstrapped 95 % intervals (percentiles of 2,000 draws). "
+    "As rliable's, the mean leaves out whole seeds: one of five at each end, and of fewer than "
+    f"{MANY_SEEDS} none. Of three seeds the interval ends at the lowest and the highest. "
+    "Evaluation: the final policy, greedy where the algorithm's page does not say otherwise. "
+    "Published: CleanRL, training return, on its pages of the algorithms, such as "
+    "[DDPG's](https://docs.cleanrl.dev/rl-algorithms/ddpg/), of SAC in "
+    "[its data](https://github.com/vwxyzjn/cleanrl/blob/master/docs/benchmark/sac.md), of PPO "
+    "after 8,000,000 steps on [RPO's](https://docs.cleanrl.dev/rl-algorithms/rpo/). Minutes: wall "
+    "time of a run, median over seeds, on one core where `results.md` names no GPU; it shared its "
+    "machine with other runs, and cores differed by about 2.5 times. Repeated: the commit on which "
+    "the first part of a run was trained again (`benchmarks/repeat.py`), and how much of it, with "
+    "the returns of the row's own commit to the bit, and with its losses where all returns are "
+    "alike, so that the row is one of that commit, too; *rounds otherwise* where one differs."
 )
 
 
@@ -172,6 +176,16 @@ class Cell(NamedTuple):
         """Return the environment and the length of the runs."""
         return self.runs[0].env_id, self.runs[0].steps
 
+    @property
+    def returns(self) -> list[float]:
+        """Return the training return of each run."""
+        return [run.training_return for run in self.runs]
+
+    @property
+    def figure(self) -> tuple[str, str, int]:
+        """Return what its published figure is called in PUBLISHED."""
+        return self.runs[0].label, *self.column
+
 
 @dataclass(frozen=True)
 class Page:
@@ -189,21 +203,41 @@ PAGES = (
 )
 
 
+@dataclass(frozen=True)
+class TaskTable:
+    """A column of CleanRL's on PPO's page, with a row of ours beside each task."""
+
+    name: str  # in its marker
+    folder: str  # under benchmarks/results
+    published: dict[str, tuple[float, float]]
+
+    @property
+    def begin(self) -> str:
+        """Return the line above it."""
+        return f"<!-- {self.name}: written by `python benchmarks/tables.py` -->"
+
+
+TASK_TABLES = (
+    TaskTable("dm_control", "sweep_ppo_dm_control", DM_CONTROL),
+    TaskTable("gymnasium", "sweep_ppo_gymnasium", GYMNASIUM),
+)
+
+
 def main() -> None:
     """Rewrite the pages and pictures, and name them."""
     cells = read_cells(RESULTS)
     for page in PAGES:
         path = ROOT / page.path
         write_atomically(path, with_block(path.read_text(), page_block(page, cells), page.path))
-    path = ROOT / DM_CONTROL_PAGE
-    text = with_block(
-        path.read_text(), dm_control_block(cells), DM_CONTROL_PAGE, begin=DM_CONTROL_BEGIN
-    )
+    path = ROOT / TASKS_PAGE
+    text = path.read_text()
+    for table in TASK_TABLES:
+        text = with_block(text, task_block(table, cells), TASKS_PAGE, begin=table.begin)
     write_atomically(path, text)
     pictures = [draw_family(family, family_cells(family, cells)) for family in FAMILIES]
     for name, source in CURVES.items():
         shutil.copyfile(RESULTS / f"{source}.png", curve_path(name))
-    made = [*(page.path for page in PAGES), DM_CONTROL_PAGE, *filter(None, pictures)]
+    made = [*(page.path for page in PAGES), TASKS_PAGE, *filter(None, pictures)]
     print("files:", ", ".join(made))
 
 
@@ -236,9 +270,10 @@ def with_block(text: str, block: str, name: str, begin: str = BEGIN) -> str:
     Raises:
         UserError: a marker is missing, or there is more than one.
     """
-    if (text.count(begin), text.count(END)) != (1, 1) or text.index(begin) > text.index(END):
-        raise UserError(f"{name} needs one line {begin} and below it one line {END}")
-    before, after = text[: text.index(begin)], text[text.index(END) :]
+    before, *others = text.split(begin)
+    if len(others) != 1 or END not in others[0]:
+        raise UserError(f"{name} needs one line {begin} and below it a line {END}")
+    after = others[0][others[0].index(END) :]
     return f"{before}{begin}\n\n{block}\n\n{after}"
 
 
@@ -306,8 +341,8 @@ def describe(cell: Cell | None) -> str:
     """Return a cell's training return, beside the published one."""
     if cell is None:
         return "–"
-    returns = [run.training_return for run in cell.runs]
-    published = PUBLISHED.get((cell.runs[0].label, *cell.column))
+    returns = cell.returns
+    published = PUBLISHED.get(cell.figure)
     parts = [mean_and_std(returns) + (f" ({published})" if published is not None else "")]
     if len(returns) >= MANY_SEEDS:
         parts.append(f"IQM {robust_mean(returns)}")
@@ -317,51 +352,60 @@ def describe(cell: Cell | None) -> str:
 
 
 def published_line(cells: list[Cell]) -> str:
-    """Return how many published figures our intervals reach, and name those that they do not."""
-    not_run, short = dict.fromkeys(PUBLISHED), []
-    reached = 0
-    for cell in cells:
-        row = (cell.runs[0].label, *cell.column)
-        if row not in PUBLISHED:
-            continue
-        not_run.pop(row, None)
-        _, _, high = robust_interval([run.training_return for run in cell.runs])
-        if high >= PUBLISHED[row]:
-            reached += 1
+    """Return how many published figures our rows reach, and name those that they do not."""
+    beside = [cell for cell in cells if cell.figure in PUBLISHED]
+    reached, short, means = [], [], 0
+    for cell in beside:
+        published = PUBLISHED[cell.figure]
+        _, _, high = robust_interval(cell.returns)
+        means += sum(cell.returns) / len(cell.returns) >= published
+        if high >= published:
+            reached.append(cell.figure)
         else:
-            short.append(f"{row[0]} on {row[1]} (up to {high:.1f}, published {PUBLISHED[row]})")
-    line = f"Rows with a published figure: {reached + len(short)}"
-    line += f", beside {len(PUBLISHED) - len(not_run)} different figures. "
-    line += f"The 95 % interval of {reached} of them reaches it or lies above"
-    line += f"; it ends below for {', '.join(short)}." if short else "."
-    tasks = sum(env_id in DM_CONTROL for _, env_id, _ in not_run)
-    others = [row for row in not_run if row[1] not in DM_CONTROL]
-    missing = [
-        f"{algo} on {', '.join(env_id for _, env_id, _ in rows)}"
-        for algo, rows in groupby(others, key=lambda row: row[0])
-    ]
+            flags = f" with {own_flags(cell)}" if own_flags(cell) else ""
+            name = f"{cell.figure[0]} on {cell.figure[1]}{flags}"
+            short.append(f"{name} (up to {high:.1f}, published {published})")
+    figures = {cell.figure for cell in beside}
+    line = (
+        f"Rows beside a figure of CleanRL's: {len(beside)}, of {len(figures)} figures. In "
+        f"{len(reached)} rows the 95 % interval reaches the figure or lies above it, in {means} "
+        "of these the mean does. Of three seeds the interval ends at the highest, so that the "
+        f"best one decides. No row reaches {len(figures - set(reached))} of the figures"
+    )
+    line += f". The interval ends below for {', '.join(short)}." if short else "."
+    return line + not_run(figures)
+
+
+def not_run(figures: set[tuple[str, str, int]]) -> str:
+    """Return a sentence that names the published figures without a row, if there are any."""
+    missing = [figure for figure in PUBLISHED if figure not in figures]
+    tasks = [env_id for _, env_id, _ in missing if env_id in DM_CONTROL]
+    named = []
+    others = [figure for figure in missing if figure[1] not in DM_CONTROL]
+    for (algo, steps), same in groupby(others, key=lambda figure: (figure[0], figure[2])):
+        env_ids = ", ".join(env_id for _, env_id, _ in same)
+        named.append(f"{algo} on {env_ids} after {steps:,} steps")
     if tasks:
-        missing.append(f"ppo on {tasks} of {len(DM_CONTROL)} tasks of dm_control")
-    if missing:
-        line += f" Published, but not run here with {LEAST_SEEDS} seeds: {'; '.join(missing)}."
-    return line
+        named.append(f"ppo on {len(tasks)} of {len(DM_CONTROL)} tasks of dm_control")
+    if not named:
+        return ""
+    return f" Published, but not run here with {LEAST_SEEDS} seeds: {'; '.join(named)}."
 
 
-def dm_control_block(cells: list[Cell]) -> str:
-    """Return CleanRL's tasks of dm_control, a line each, and names of those that did not run."""
-    runs_of = {cell.column[0]: cell.runs for cell in cells if cell.folder == DM_CONTROL_FOLDER}
+def task_block(table: TaskTable, cells: list[Cell]) -> str:
+    """Return a row a task of CleanRL's, and names of those that did not run."""
+    cell_of = {cell.column[0]: cell for cell in cells if cell.folder == table.folder}
     rows = []
-    for env_id, (mean, std) in DM_CONTROL.items():
-        if env_id in runs_of:
-            returns = [run.training_return for run in runs_of[env_id]]
-            evaluation = mean_and_std([run.evaluation_return for run in runs_of[env_id]])
-            seeds = ", ".join(f"{value:.1f}" for value in returns)
+    for env_id, (mean, std) in table.published.items():
+        if cell := cell_of.get(env_id):
+            evaluation = mean_and_std([run.evaluation_return for run in cell.runs])
+            seeds = ", ".join(f"{value:.1f}" for value in cell.returns)
             published = f"{mean:.1f} ± {std:.1f}"
-            rows.append([env_id, mean_and_std(returns), seeds, published, evaluation])
+            rows.append([env_id, mean_and_std(cell.returns), seeds, published, evaluation])
     header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
-    table = markdown_table(header, rows)
-    not_run = [env_id for env_id in DM_CONTROL if env_id not in runs_of]
-    return f"{table}\n\nNot run: {', '.join(not_run)}." if not_run else table
+    lines = markdown_table(header, rows)
+    not_run = [env_id for env_id in table.published if env_id not in cell_of]
+    return f"{lines}\n\nNot run: {', '.join(not_run)}." if not_run else lines
 
 
 def rows_table(page: Page, cells: list[Cell]) -> str:
@@ -375,9 +419,9 @@ def rows_table(page: Page, cells: list[Cell]) -> str:
             f"{steps:,}",
             algorithm_link(page, cell),
             str(len(runs)),
-            robust_mean([run.training_return for run in runs]),
+            robust_mean(cell.returns),
             robust_mean([run.evaluation_return for run in runs]),
-            str(PUBLISHED.get((runs[0].label, env_id, steps), "–")),
+            str(PUBLISHED.get(cell.figure, "–")),
             f"{median_minutes(runs):.1f}",
             f"`{sweep_command(runs)}`",
             commits(runs),
