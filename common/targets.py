@@ -13,6 +13,8 @@ import chex
 import jax.numpy as jnp
 from jax import Array, lax
 
+from common import cpu_gradients
+
 
 def gae(
     reward: Array, terminated: Array, truncated: Array, value: Array, gamma: float, lambda_: float
@@ -206,11 +208,13 @@ def quantile_huber_loss(quantiles: Array, tau: Array, target: Array, kappa: floa
         loss [B].
     """
     chex.assert_rank([quantiles, target], 2)
+    tau = jnp.broadcast_to(tau, quantiles.shape)  # [B, N]
+    if cpu_gradients.are_for(quantiles) and target.shape[1] > cpu_gradients.FEW_TARGETS:
+        return cpu_gradients.quantile_huber_loss(quantiles, tau, target, kappa)
     error = target[:, None, :] - quantiles[:, :, None]  # [B, N, N']
     size = jnp.abs(error)
     huber = jnp.where(size <= kappa, 0.5 * error**2, kappa * (size - 0.5 * kappa))  # [B, N, N']
-    tau = jnp.broadcast_to(tau, quantiles.shape)[:, :, None]  # [B, N, 1]
-    side = jnp.abs(tau - (error < 0))  # [B, N, N']
+    side = jnp.abs(tau[:, :, None] - (error < 0))  # [B, N, N']
     return (side * huber / kappa).mean(axis=2).sum(axis=1)  # [B]
 
 

@@ -371,22 +371,42 @@ def test_categorical_projection_by_hand(reward, discount, expected):
 
 @pytest.mark.parametrize("kappa", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_quantile_huber_loss(kappa, per_row):
+@pytest.mark.parametrize("num_targets", [7, 31])
+def test_quantile_huber_loss(kappa, per_row, num_targets):
     rng = np.random.default_rng(0)
-    quantiles, target = rng.normal(size=(6, 5)), 2 * rng.normal(size=(6, 7))
+    quantiles, target = rng.normal(size=(6, 5)), 2 * rng.normal(size=(6, num_targets))
     tau = rng.random((6, 5)) if per_row else (np.arange(5) + 0.5) / 5
     expected = np.zeros(6)
-    for b, i, j in np.ndindex(6, 5, 7):
+    for b, i, j in np.ndindex(6, 5, num_targets):
         error = target[b, j] - quantiles[b, i]
         huber = error**2 / 2 if abs(error) <= kappa else kappa * (abs(error) - kappa / 2)
         side = abs((tau[b, i] if per_row else tau[i]) - (error < 0))
-        expected[b] += side * huber / kappa / 7
+        expected[b] += side * huber / kappa / num_targets
     arrays = [jnp.float32(x) for x in (quantiles, tau, target)]
     got = targets.quantile_huber_loss(*arrays, kappa)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     taus = jnp.broadcast_to(arrays[1], (6, 5))
     by_rlax = jax.vmap(partial(rlax.quantile_regression_loss, huber_param=kappa))
     np.testing.assert_allclose(got * kappa, by_rlax(arrays[0], taus, arrays[2]), rtol=1e-5)
+
+
+def test_gradients_of_the_quantile_loss_are_those_of_all_pairs(monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    quantiles, tau = jax.random.normal(keys[0], (6, 5)), jax.random.uniform(keys[1], (6, 5))
+    target = 2 * jax.random.normal(keys[2], (6, 31))
+    weight = jax.random.normal(keys[3], (6,))
+
+    def gradients():
+        def loss(*arrays):
+            return weight @ targets.quantile_huber_loss(*arrays, kappa=0.5)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(quantiles, tau, target)
+
+    one_by_one = gradients()
+    monkeypatch.setattr(targets.cpu_gradients, "FEW_TARGETS", 31)
+    for got, expected in zip(one_by_one, gradients(), strict=True):
+        assert (got != 0).any()
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_the_quantile_loss_is_least_at_the_quantiles():
