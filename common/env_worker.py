@@ -41,10 +41,10 @@ class _Checked(gym.Wrapper):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
         obs, reward, terminated, truncated, _ = self.env.step(action)
         _check_obs(self.observation_space, obs)
-        if np.shape(np.asarray(reward)) != () or not np.issubdtype(
-            np.asarray(reward).dtype, np.number
-        ):
-            raise UserError(f"step returned the reward {reward!r}; return a number")
+        if not isinstance(reward, float):  # as nearly all are, those of numpy too
+            value = np.asarray(reward)
+            if value.shape != () or not np.issubdtype(value.dtype, np.number):
+                raise UserError(f"step returned the reward {reward!r}; return a number")
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(flag, bool | np.bool_):
                 raise UserError(f"step returned {name}={flag!r}; return a bool")
@@ -58,6 +58,10 @@ def _check_obs(space: spaces.Space, obs: Any, name: str = "obs") -> None:
             raise UserError(f"{name} has {len(obs)} parts, its space {space} has {len(parts)}")
         for key, part in parts.items():
             _check_obs(part, obs[key], f"{name}[{key!r}]")
+        return
+    # All that follows takes a fifth of a vector step of small environments.
+    exact = isinstance(obs, np.ndarray) and (obs.shape, obs.dtype) == (space.shape, space.dtype)
+    if exact and isinstance(space, spaces.Box):
         return
     array, dtype = np.asarray(obs), space.dtype or np.dtype(np.float32)
     if array.shape != (space.shape or ()):

@@ -483,7 +483,7 @@ class ClosingEnv:
         (
             spaces.Box(0, 3, (2,), np.int32),
             (spaces.Discrete, spaces.Box),
-            "a Discrete or Box action space",
+            "a Discrete or floating Box action space",
         ),
     ],
 )

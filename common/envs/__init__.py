@@ -139,7 +139,7 @@ def _make_backend(
 def _check_workers(config: EnvConfig, backend: str) -> None:
     workers = config.env_workers
     if workers and backend != "gymnasium":
-        hint = "; add --env-backend gymnasium if Gymnasium knows the id too"
+        hint = ", or add --env-backend gymnasium if Gymnasium knows the id too"
         raise UserError(
             f"--env-workers {workers} is for Gymnasium environments, {config.env_id} is stepped by "
             f"{backend}; leave it out{hint if backend == 'envpool' else ''}"
@@ -330,7 +330,8 @@ def require_action_space(algo: str, env: Env, *kinds: type[spaces.Space]) -> Non
     if isinstance(space, kinds) and not _is_integer_box(space):
         return
     env.close()
-    names = [kind.__name__ for kind in kinds]
+    box = "floating Box" if isinstance(space, spaces.Box) else "Box"
+    names = [box if kind is spaces.Box else kind.__name__ for kind in kinds]
     accepted = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     raise UserError(
         f"{algo} needs a {accepted} action space, {env.env_id} has {space}; "

@@ -483,8 +483,8 @@ def restore_state(
             problem = problem or reason
             say(f"warning: checkpoint {candidate} of {folder.parent} cannot be read ({reason})")
     raise UserError(
-        f"no checkpoint of {folder.parent} can be restored into this algorithm and configuration "
-        f"({problem}); give the run folder of the same algorithm and environment"
+        f"no checkpoint of {folder.parent} can be restored ({problem}); give a run folder that is "
+        "whole, of the same algorithm and environment"
     )
 
 

@@ -218,6 +218,6 @@ def field_values(saved: dict[str, Any], options: Sequence[type], where: str) -> 
         if not fits(value, hints[name]):
             raise UserError(
                 f"{where} gives {name!r} the value {saved[name]!r}, which must be "
-                f"{accepted(hints[name])}; correct it, or leave the entry out"
+                f"{accepted(hints[name])}; correct it"
             )
     return values

@@ -77,5 +77,7 @@ def _where(address: str | None, num_cpus: int, folder: str) -> dict[str, Any]:
         return quiet | local | {"num_cpus": num_cpus}
     if address != "auto":  # Ray itself tries for a quarter of an hour
         host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     return quiet | {"address": address}
