@@ -5,6 +5,7 @@ import difflib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -197,6 +198,8 @@ def import_envpool() -> ModuleType:
             f"envpool cannot be imported ({one_line(error)}); on Debian and Ubuntu the system "
             "libraries that it needs come with: apt install libegl1 libopengl0"
         ) from error
+    # Its own spaces set this off; nothing that a user could change.
+    warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     return envpool
 
 

@@ -13,7 +13,6 @@ import re
 import sys
 import textwrap
 import traceback
-import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
@@ -99,8 +98,6 @@ def exit_codes(debug: bool) -> Generator[None, None, None]:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it lasts as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ± shows ?
-    # envpool's own spaces set this off; nothing that a user could change.
-    warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     try:
         yield
     except UserError as error:
