@@ -30,6 +30,7 @@ import gpu  # noqa: E402
 import gpu_items  # noqa: E402
 import mujoco_versions  # noqa: E402
 import pong_torch  # noqa: E402
+import quantile_loss  # noqa: E402
 import replay  # noqa: E402
 import same_bits  # noqa: E402
 import throughput  # noqa: E402
@@ -101,6 +102,13 @@ def test_table_of_convolutions() -> None:
     table = conv.as_table(results)
     assert "| | gradient 32 | forward 8 |\n|---|---|---|\n" in table
     assert "| ours loop | 30.00 (50%) | 2.00 (75%) |" in table
+
+
+def test_table_of_the_quantile_loss() -> None:
+    times = {"pairs": 30.0, "ours": 2.5}
+    us = {form: dict.fromkeys(quantile_loss.CASES, time) for form, time in times.items()}
+    table = quantile_loss.as_table({"machine": MACHINE, "us": us})
+    assert "\n| IQN, `atari` | 32 × 64 × 64 | 30 | 2 | 12.0 |\n" in table
 
 
 def test_pong_is_summarized_by_medians_and_their_limit() -> None:

@@ -1,0 +1,110 @@
+"""The quantile Huber loss on a CPU: microseconds of its gradient in all pairs, and ours.
+
+    python benchmarks/quantile_loss.py
+
+One core, medians of interleaved repeats, inside a compiled loop, where training calls it. `pairs`
+is the formula with arrays [B, N, N'], which is what other devices get, `ours` is what
+`common.targets.quantile_huber_loss` takes on a CPU.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from common import cpu_gradients
+from conv import repeat_in_program
+from throughput import (
+    RESULTS,
+    Measure,
+    describe_figures,
+    describe_machine,
+    in_process,
+    median_rates,
+)
+
+CASES = {  # name: minibatch and quantiles
+    "QR-DQN, `classic`": (128, 51),
+    "QR-DQN, `minatar`": (32, 51),
+    "QR-DQN, `atari`": (32, 200),
+    "IQN, `atari`": (32, 64),
+}
+FORMS = {"pairs": 1_000_000, "ours": cpu_gradients.FEW_TARGETS}  # name: targets up to which pairs
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long to measure."""
+
+    repeats: int = 9
+    """interleaved repeats of each figure"""
+    seconds: float = 1.0
+    """length of one repeat, if one call does not take longer"""
+    out: str = str(RESULTS)
+    """folder for quantile_loss.json and quantile_loss.md"""
+    worker: bool = False
+    """used by the program itself: measure in this process and print JSON"""
+
+
+def main(options: Options) -> None:
+    """Measure in a worker process on one core, and write the results."""
+    if options.worker:
+        print(json.dumps(measure_all(options)))
+        return
+    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
+    microseconds = in_process([__file__, *flags], {min(os.sched_getaffinity(0))})
+    results = {"machine": describe_machine(), "us": microseconds}
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "quantile_loss.json").write_text(json.dumps(results, indent=2) + "\n")
+    table = as_table(results)
+    (out / "quantile_loss.md").write_text(table)
+    print(table)
+
+
+def measure_all(options: Options) -> dict[str, dict[str, float]]:
+    """Return microseconds by form and case."""
+    measures = {
+        f"{form} {case}": (gradient_measure(form, *sizes), 1.0)
+        for form in FORMS
+        for case, sizes in CASES.items()
+    }
+    rates = median_rates(measures, options.repeats, options.seconds, first=1)
+    return {f: {case: 1e6 / rates[f"{f} {case}"] for case in CASES} for f in FORMS}
+
+
+def gradient_measure(form: str, batch: int, num_quantiles: int) -> Measure:
+    """Gradients of the mean loss of a minibatch by its quantiles."""
+    import jax
+    import jax.numpy as jnp
+
+    from common.targets import quantile_huber_loss
+
+    quantiles, target = 5 * jax.random.normal(jax.random.key(0), (2, batch, num_quantiles))
+    tau = (jnp.arange(num_quantiles) + 0.5) / num_quantiles
+    gradient = jax.grad(lambda theta, y: quantile_huber_loss(theta, tau, y).mean())
+    cpu_gradients.FEW_TARGETS = FORMS[form]
+    measure = repeat_in_program(gradient, quantiles, target)
+    measure(1)  # traced while the form is chosen
+    return measure
+
+
+def as_table(results: dict) -> str:
+    """Return the figures as a markdown table."""
+    lines = [
+        describe_figures("Gradient of the quantile Huber loss on one core, µs", results["machine"]),
+        "",
+        "| | B × N × N' | all pairs | one target after the other | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for case, (batch, size) in CASES.items():
+        pairs, ours = (results["us"][form][case] for form in FORMS)
+        shape = f"{batch} × {size} × {size}"
+        lines.append(f"| {case} | {shape} | {pairs:.0f} | {ours:.0f} | {pairs / ours:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
