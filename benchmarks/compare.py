@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 
 from common.errors import UserError
-from report import Curve, median_minutes, write_atomically
+from report import Curve, median_minutes, save_picture, write_atomically
 from tables import (
     FAMILIES,
     RESULTS,
@@ -251,7 +251,7 @@ def draw_profiles(family: Family, rows: list[Standing]) -> str:
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     path = f"docs/img/profile_{family.name}.png"
-    figure.savefig(ROOT / path, dpi=120)
+    save_picture(figure, ROOT / path)
     return path
 
 

@@ -316,7 +316,18 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
             axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
     axes.grid(alpha=0.3)
     axes.legend(**({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if is_crowded else {}))
-    figure.savefig(picture, dpi=120)
+    save_picture(figure, picture)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure in 256 colours: as the repository keeps it, bytes count."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    image = Image.open(drawn).convert("RGB")
+    # Without the refinement by k-means, shades of intervals would take each other's colours.
+    image.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=2).save(path, optimize=True)
 
 
 def draw_curve(axes: Any, curve: SeedCurves, number: int, label: str) -> None:

@@ -30,6 +30,7 @@ from report import (
     read_groups,
     robust_interval,
     robust_mean,
+    save_picture,
     seed_curves,
     sweep_command,
     write_atomically,
@@ -496,7 +497,7 @@ def draw_family(family: Family, cells: list[Cell]) -> str | None:
     lines = [handles[label] for label in shown]
     figure.legend(lines, shown, loc="outside lower center", ncols=min(len(shown), 6))
     path = f"docs/img/results_{family.name}.png"
-    figure.savefig(ROOT / path, dpi=120)
+    save_picture(figure, ROOT / path)
     return path
 
 
