@@ -1,4 +1,4 @@
-"""The quantile Huber loss on a CPU: microseconds of its gradient in all pairs, and ours.
+"""The quantile Huber loss on a CPU: microseconds of it and its gradient, by all pairs and ours.
 
     python benchmarks/quantile_loss.py
 
@@ -67,7 +67,7 @@ def main(options: Options) -> None:
 def measure_all(options: Options) -> dict[str, dict[str, float]]:
     """Return microseconds by form and case."""
     measures = {
-        f"{form} {case}": (gradient_measure(form, *sizes), 1.0)
+        f"{form} {case}": (loss_measure(form, *sizes), 1.0)
         for form in FORMS
         for case, sizes in CASES.items()
     }
@@ -75,8 +75,8 @@ def measure_all(options: Options) -> dict[str, dict[str, float]]:
     return {f: {case: 1e6 / rates[f"{f} {case}"] for case in CASES} for f in FORMS}
 
 
-def gradient_measure(form: str, batch: int, num_quantiles: int) -> Measure:
-    """Gradients of the mean loss of a minibatch by its quantiles."""
+def loss_measure(form: str, batch: int, num_quantiles: int) -> Measure:
+    """Mean losses of a minibatch, and their gradients by its quantiles."""
     import jax
     import jax.numpy as jnp
 
@@ -84,9 +84,9 @@ def gradient_measure(form: str, batch: int, num_quantiles: int) -> Measure:
 
     quantiles, target = 5 * jax.random.normal(jax.random.key(0), (2, batch, num_quantiles))
     tau = (jnp.arange(num_quantiles) + 0.5) / num_quantiles
-    gradient = jax.grad(lambda theta, y: quantile_huber_loss(theta, tau, y).mean())
+    learn = jax.value_and_grad(lambda theta, y: quantile_huber_loss(theta, tau, y).mean())
     cpu_gradients.FEW_TARGETS = FORMS[form]
-    measure = repeat_in_program(gradient, quantiles, target)
+    measure = repeat_in_program(learn, quantiles, target)
     measure(1)  # traced while the form is chosen
     return measure
 
@@ -94,7 +94,7 @@ def gradient_measure(form: str, batch: int, num_quantiles: int) -> Measure:
 def as_table(results: dict) -> str:
     """Return the figures as a markdown table."""
     lines = [
-        describe_figures("Gradient of the quantile Huber loss on one core, µs", results["machine"]),
+        describe_figures("Quantile Huber loss and gradient on one core, µs", results["machine"]),
         "",
         "| | B × N × N' | all pairs | one target after the other | ratio |",
         "|---|---|---|---|---|",

@@ -137,9 +137,9 @@ GYMNASIUM: dict[str, tuple[float, float]] = {
     "BipedalWalker-v3": (172.12, 96.05),
     "Pendulum-v1": (-1141.98, 135.55),
 }
-LONG_STEPS = 8_000_000  # of both
-for _env_id, (_mean, _) in (DM_CONTROL | GYMNASIUM).items():
-    PUBLISHED["ppo", _env_id, LONG_STEPS] = _mean
+PUBLISHED |= {
+    ("ppo", env_id, 8_000_000): mean for env_id, (mean, _) in (DM_CONTROL | GYMNASIUM).items()
+}
 
 Curve = list[tuple[int, float, float]]
 """env step, mean return and number of the episodes that ended since the log point before"""
