@@ -231,7 +231,11 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         f"no actions, {algo}": (algo, "--env-id ToyNoActions-v0", ["empty action space", "Toy"])
         for algo in ("sac", "ppo")
     },
-    "whole numbers for actions": ("sac", "--env-id ToyWholeActions-v0", ["sac needs a Box action"]),
+    "whole numbers for actions": (
+        "sac",
+        "--env-id ToyWholeActions-v0",
+        ["sac needs a floating Box action space"],
+    ),
     **{
         f"updates_per_step {value}": (
             "sac",
