@@ -4,8 +4,7 @@ Values are those of the plain forms, to the last bits of float32; `common.networ
 `common.targets` take these where `are_for` says so. Four forms are slow: the gradients of
 convolutions inside loops, 15 to 17 times, x.T @ grad, the gradient of a kernel: 205 us against 145
 for 256 x 256 x 256, the gradient of LayerNorm, which keeps several arrays of the size of its input,
-and the quantile Huber loss, whose arrays of all pairs go through memory: 821 us against 97 for
-128 x 51 x 51.
+and the quantile Huber loss, whose arrays of all pairs go through memory: 6 to 16 times as long.
 """
 
 from collections.abc import Callable, Sequence
