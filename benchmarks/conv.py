@@ -13,21 +13,19 @@ same run, which no form of the network can exceed by much.
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
 
 from throughput import (
-    RESULTS,
     Measure,
+    OneCoreOptions,
     describe_figures,
     describe_machine,
-    in_process,
     median_rates,
+    on_one_core,
+    write_figures,
 )
 
 CASES = {"gradient 32": 32, "gradient 256": 256, "forward 8": 8}  # name: batch
@@ -35,35 +33,14 @@ FORMS = ("plain alone", "plain loop", "ours alone", "ours loop")
 GEMM_SIZE = 512
 
 
-@dataclass(frozen=True)
-class Options:
-    """How long to measure."""
-
-    repeats: int = 9
-    """interleaved repeats of each figure"""
-    seconds: float = 1.0
-    """length of one repeat, if one call does not take longer"""
-    out: str = str(RESULTS)
-    """folder for conv.json and conv.md"""
-    worker: bool = False
-    """used by the program itself: measure in this process and print JSON"""
-
-
-def main(options: Options) -> None:
+def main(options: OneCoreOptions) -> None:
     """Measure in a worker process on one core, and write the results."""
     if options.worker:
         print(json.dumps(measure_all(options)))
         return
-    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
-    core = min(os.sched_getaffinity(0))
-    figures = in_process([__file__, *flags], {core})
+    figures = on_one_core(__file__, options)
     results = {"machine": describe_machine(), **figures}
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "conv.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "conv.md").write_text(table)
-    print(table)
+    write_figures(options.out, "conv", results, as_table(results))
 
 
 def nature_cnn_macs(channels: int = 4, size: int = 84) -> list[int]:
@@ -100,7 +77,7 @@ def count_flop(case: str) -> int:
     return count(nature_cnn_macs(), CASES[case])
 
 
-def measure_all(options: Options) -> dict[str, Any]:
+def measure_all(options: OneCoreOptions) -> dict[str, Any]:
     """Return GEMM_GFLOP_per_s, and GFLOP and milliseconds by case."""
     measures = {"gemm": (gemm_measure(), 2 * GEMM_SIZE**3 / 1e9)}
     for case, batch in CASES.items():
@@ -219,4 +196,4 @@ def as_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(OneCoreOptions))

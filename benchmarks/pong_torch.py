@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +35,7 @@ from throughput import (
     env_measure,
     in_process,
     median_rates,
+    write_figures,
 )
 
 from common.run import cli
@@ -78,12 +78,7 @@ def main(options: Options) -> None:
         for _ in range(options.rounds)
     ]
     results = {"machine": describe_machine() | {"torch": version}, **summarize(rounds)}
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "pong.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "pong.md").write_text(table)
-    print(table)
+    write_figures(options.out, "pong", results, as_table(results))
 
 
 def require_torch() -> str:

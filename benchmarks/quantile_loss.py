@@ -8,21 +8,19 @@ is the formula with arrays [B, N, N'], which is what other devices get, `ours` i
 """
 
 import json
-import os
-from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
 from common import cpu_gradients
 from conv import repeat_in_program
 from throughput import (
-    RESULTS,
     Measure,
+    OneCoreOptions,
     describe_figures,
     describe_machine,
-    in_process,
     median_rates,
+    on_one_core,
+    write_figures,
 )
 
 CASES = {  # name: minibatch and quantiles
@@ -34,37 +32,17 @@ CASES = {  # name: minibatch and quantiles
 FORMS = {"pairs": 1_000_000, "ours": cpu_gradients.FEW_TARGETS}  # name: targets up to which pairs
 
 
-@dataclass(frozen=True)
-class Options:
-    """How long to measure."""
-
-    repeats: int = 9
-    """interleaved repeats of each figure"""
-    seconds: float = 1.0
-    """length of one repeat, if one call does not take longer"""
-    out: str = str(RESULTS)
-    """folder for quantile_loss.json and quantile_loss.md"""
-    worker: bool = False
-    """used by the program itself: measure in this process and print JSON"""
-
-
-def main(options: Options) -> None:
+def main(options: OneCoreOptions) -> None:
     """Measure in a worker process on one core, and write the results."""
     if options.worker:
         print(json.dumps(measure_all(options)))
         return
-    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
-    microseconds = in_process([__file__, *flags], {min(os.sched_getaffinity(0))})
+    microseconds = on_one_core(__file__, options)
     results = {"machine": describe_machine(), "us": microseconds}
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "quantile_loss.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "quantile_loss.md").write_text(table)
-    print(table)
+    write_figures(options.out, "quantile_loss", results, as_table(results))
 
 
-def measure_all(options: Options) -> dict[str, dict[str, float]]:
+def measure_all(options: OneCoreOptions) -> dict[str, dict[str, float]]:
     """Return microseconds by form and case."""
     measures = {
         f"{form} {case}": (loss_measure(form, *sizes), 1.0)
@@ -107,4 +85,4 @@ def as_table(results: dict) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(OneCoreOptions))

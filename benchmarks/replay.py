@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from throughput import (
     describe_machine,
     in_process,
     median_rates,
+    write_figures,
 )
 
 from common.run import cli
@@ -76,12 +76,7 @@ def main(options: Options) -> None:
     flags += ["--batch-sizes", *map(str, options.batch_sizes)]
     figures = in_process([__file__, *flags], {min(os.sched_getaffinity(0))})
     results = {"machine": describe_machine() | {"flashbax": version}, "microseconds": figures}
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "replay.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "replay.md").write_text(table)
-    print(table)
+    write_figures(options.out, "replay", results, as_table(results))
 
 
 def require_flashbax() -> str:

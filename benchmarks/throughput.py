@@ -156,6 +156,35 @@ def measure_all(options: Options) -> dict[str, float]:
     return median_rates(measures, options.repeats, options.seconds)
 
 
+@dataclass(frozen=True)
+class OneCoreOptions:
+    """How long to measure on one core."""
+
+    repeats: int = 9
+    """interleaved repeats of each figure"""
+    seconds: float = 1.0
+    """length of one repeat, if one call does not take longer"""
+    out: str = str(RESULTS)
+    """folder for the figures, as JSON and as a table"""
+    worker: bool = False
+    """used by the program itself: measure in this process and print JSON"""
+
+
+def on_one_core(program: str, options: OneCoreOptions) -> Any:
+    """Return what a program prints as a worker on the first core."""
+    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
+    return in_process([program, *flags], {min(os.sched_getaffinity(0))})
+
+
+def write_figures(folder: str, name: str, results: dict[str, Any], table: str) -> None:
+    """Write NAME.json and NAME.md, and print the table."""
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (out / f"{name}.md").write_text(table)
+    print(table)
+
+
 def median_rates(
     measures: dict[str, tuple[Measure, float]], repeats: int, seconds: float, first: int = 100
 ) -> dict[str, float]:

@@ -39,6 +39,7 @@ from throughput import (
     env_measure,
     in_process,
     median_rates,
+    write_figures,
 )
 
 ALGOS = ("ddpg", "td3", "sac")
@@ -87,12 +88,7 @@ def main(options: Options) -> None:
     results["all cores"] = worker(options, "loop", set(cores), options.algos)
     if options.sbx_python:
         results["sbx"] = in_turn(options, {cores[0]})
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "throughput_off_policy.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "throughput_off_policy.md").write_text(table)
-    print(table)
+    write_figures(options.out, "throughput_off_policy", results, as_table(results))
 
 
 def worker(options: Options, kind: str, cores: set[int], algos: tuple[str, ...]) -> Any:

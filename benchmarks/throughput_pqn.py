@@ -14,22 +14,20 @@ learning.
 """
 
 import json
-import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
 
 from throughput import (
-    RESULTS,
     Measure,
+    OneCoreOptions,
     describe_figures,
     describe_machine,
-    in_process,
     median_rates,
+    on_one_core,
+    write_figures,
 )
 from throughput_ppo import ENDLESS, learn_measure, loop_measure
 
@@ -41,35 +39,14 @@ SETTINGS: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure."""
-
-    repeats: int = 9
-    """interleaved repeats of each figure"""
-    seconds: float = 1.0
-    """length of one repeat"""
-    out: str = str(RESULTS)
-    """folder for throughput_pqn.json and throughput_pqn.md"""
-    worker: bool = False
-    """used by the program itself: measure in this process and print JSON"""
-
-
-def main(options: Options) -> None:
+def main(options: OneCoreOptions) -> None:
     """Measure in a worker process on one core, and write the results."""
     if options.worker:
         print(json.dumps(median_rates(measures(), options.repeats, options.seconds, first=1)))
         return
-    core = min(os.sched_getaffinity(0))
-    flags = ["--worker", "--repeats", str(options.repeats), "--seconds", str(options.seconds)]
-    figures = in_process([__file__, *flags], {core})
+    figures = on_one_core(__file__, options)
     results = {"machine": describe_machine(), "figures": figures}
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "throughput_pqn.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = as_table(results)
-    (out / "throughput_pqn.md").write_text(table)
-    print(table)
+    write_figures(options.out, "throughput_pqn", results, as_table(results))
 
 
 def measures() -> dict[str, tuple[Measure, float]]:
@@ -130,4 +107,4 @@ def as_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(OneCoreOptions))
