@@ -63,7 +63,7 @@ from common.run import cli
 from common.run.config import check_config
 from common.run.folder import check_name
 from common.run.logger import make_console, read_metrics
-from common.run.ray_cluster import connected
+from common.run.ray_cluster import check_address, connected
 from common.run.runner import stop_signals
 
 MAX_TRIES = 3
@@ -237,9 +237,7 @@ def _check_options(options: SweepOptions) -> None:
         raise UserError(f"--num-seeds must be 1 or more, got {options.num_seeds}")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be 1 or more, got {options.workers}")
-    address = options.ray_address
-    if address is not None and not re.fullmatch(r"auto|[^\s/]+:\d+", address):
-        raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
+    check_address(options.ray_address)
 
 
 def _check_own_flags(flags: Iterable[str]) -> None:

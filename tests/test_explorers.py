@@ -137,6 +137,10 @@ def test_an_explorers_environments_have_epsilons_of_their_own(monkeypatch):
         (("dqn", "--explorers", 2), "dqn takes no --explorers"),
         (("impala", "--explorers", 2, "--num-seeds", 2), "--num-seeds and --explorers cannot"),
         (("impala", "--explorers", 2, "--ray-address", "127.0.0.1:9"), "--ray-address 127.0.0.1:9"),
+        (
+            ("impala", "--explorers", 2, "--ray-address", "head"),
+            "--ray-address must be auto or HOST",
+        ),
     ],
     ids=str,
 )

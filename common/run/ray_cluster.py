@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -29,6 +30,7 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
     Raises:
         UserError: there is no such cluster, or it could not be started.
     """
+    check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:  # else Ray writes a token into the home folder
@@ -51,6 +53,16 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
             yield
         finally:
             ray.shutdown()
+
+
+def check_address(address: str | None) -> None:
+    """Refuse what cannot be the address of a cluster.
+
+    Raises:
+        UserError: it is neither None nor auto nor HOST:PORT.
+    """
+    if address is not None and not re.fullmatch(r"auto|[^\s/]+:\d+", address):
+        raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
 
 
 @contextlib.contextmanager
@@ -77,7 +89,5 @@ def _where(address: str | None, num_cpus: int, folder: str) -> dict[str, Any]:
         return quiet | local | {"num_cpus": num_cpus}
     if address != "auto":  # Ray itself tries for a quarter of an hour
         host, _, port = address.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise UserError(f"--ray-address must be auto or HOST:PORT, got {address!r}")
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     return quiet | {"address": address}
