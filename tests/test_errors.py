@@ -31,6 +31,8 @@ BAD_FLAGS: dict[str, tuple[str, list[str]]] = {
     "tags without value": ("--wandb-tags", ["--wandb-tags takes a list of words, got no value"]),
     "tags of nothing": ("--wandb-tags=", ["--wandb-tags takes a list of words, got no value"]),
     "kwargs without value": ("--env-kwargs --seed 2", ["--env-kwargs takes a list", "no value"]),
+    "switch with a value": ("--track false", ["'false'", "--track takes", "--no-track for false"]),
+    "switch with = and a value": ("--no-debug=True", ["'True'", "--no-debug takes no value"]),
     "bare --": ("--", ["unknown argument '--'", "--help"]),
     "bare -- before a flag": ("-- --seed 3", ["unknown argument '--'", "--help"]),
     "two values": ("--seed 1 2", ["'2'", "--help"]),

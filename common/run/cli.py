@@ -335,9 +335,20 @@ def parse_flags(
     flag = unknown[0].partition("=")[0]
     near = [ABBREVIATIONS[flag]] if ABBREVIATIONS.get(flag) in hints else []
     near = near or difflib.get_close_matches(flag, hints, n=3)
-    kind = "flag" if flag.startswith("-") else "argument"
     hint = f"did you mean {', '.join(near)}? see --help" if near else hint
-    raise UserError(f"unknown {kind} {flag!r}; {hint}")
+    if not flag.startswith("-"):
+        raise UserError(f"unknown argument {flag!r}; {_switch_before(flag, hints, args) or hint}")
+    raise UserError(f"unknown flag {flag!r}; {hint}")
+
+
+def _switch_before(word: str, hints: dict[str, Any], args: Sequence[str]) -> str:
+    """Return how the switch that stands before `word` is set; "" if there is none."""
+    for before, following in itertools.pairwise([part for arg in args for part in arg.split("=")]):
+        name = before.replace("_", "-").replace("--no-", "--", 1)
+        if following == word and hints.get(name) is bool:
+            off = name.replace("--", "--no-", 1)
+            return f"{before} takes no value: give {name} for true, {off} for false"
+    return ""
 
 
 def _check_words(hints: dict[str, Any], args: Sequence[str]) -> None:
