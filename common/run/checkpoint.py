@@ -380,10 +380,17 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
     """Put the newest readable checkpoint of `folder` into `trainer.state`.
 
     Raises:
-        UserError: there is no checkpoint, or none that fits this algorithm and configuration.
+        UserError: there is no checkpoint, or none that fits this algorithm and configuration, or
+            it lies behind the last step.
     """
     _set_damaged_aside(Checkpoints(folder), say)
     state, step = restore_state(trainer, folder, None, say)
+    if step > (total := trainer.config.total_timesteps):
+        trainer.env.close()
+        raise UserError(
+            f"--total-timesteps {total} is below step {step}, which {folder.parent} has reached; "
+            "give at least that"
+        )
     Checkpoints(folder).set_aside_after(step)
     new_episodes = f": {trainer.config.env_id} starts new episodes"
     say(f"resuming at step {step}{new_episodes if _starts_anew(trainer.env, state) else ''}")

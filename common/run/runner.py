@@ -152,12 +152,6 @@ class _Run:
     def _resume(self, trainer: Trainer) -> None:
         resume(trainer, self.folder() / "checkpoints", self.console.print)
         self.first_step, total = int(trainer.state.step), self.config.total_timesteps
-        if self.first_step > total:
-            trainer.env.close()
-            raise UserError(
-                f"--total-timesteps {total} is below step {self.first_step}, which "
-                f"{self.folder()} has reached; give at least that"
-            )
         if self.first_step == total:
             say = self.console.print
             say(f"all {total:,} steps are done; --total-timesteps above that trains on")
