@@ -13,10 +13,9 @@ same run, which no form of the network can exceed by much.
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import tyro
 
 from throughput import (
     Measure,
@@ -27,6 +26,8 @@ from throughput import (
     on_one_core,
     write_figures,
 )
+
+from common.run import cli
 
 CASES = {"gradient 32": 32, "gradient 256": 256, "forward 8": 8}  # name: batch
 FORMS = ("plain alone", "plain loop", "ours alone", "ours loop")
@@ -196,4 +197,5 @@ def as_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(OneCoreOptions))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(OneCoreOptions, sys.argv[1:], __doc__ or ""))

@@ -40,8 +40,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
 from common.errors import UserError, one_line
 from gpu_items import PARTS, PROGRAM, Item, Outcome, all_items
 from throughput import RESULTS, describe_figures, describe_machine
@@ -302,4 +300,4 @@ def rate_row(name: str, entry: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with cli.exit_codes(debug=False):
-        sys.exit(main(tyro.cli(Options, description=__doc__)))
+        sys.exit(main(cli.parse_flags(Options, sys.argv[1:], __doc__ or "")))

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
 from throughput import RESULTS, describe_machine, in_process
+
+from common.run import cli
 
 ROWS_AT_ONCE = 1_000
 STEP = 1_000
@@ -153,4 +154,5 @@ def resident_GB() -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

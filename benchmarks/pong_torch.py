@@ -18,13 +18,13 @@ its own on one core, in turn, and does one rollout with its updates before the c
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
 from common.errors import UserError
 from conv import GEMM_SIZE, forward_flop, gemm_measure, gradient_flop, nature_cnn_macs
@@ -317,4 +317,4 @@ def as_table(results: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with cli.exit_codes(debug=False):
-        main(tyro.cli(Options))
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

@@ -8,8 +8,7 @@ is the formula with arrays [B, N, N'], which is what other devices get, `ours` i
 """
 
 import json
-
-import tyro
+import sys
 
 from common import cpu_gradients
 from conv import repeat_in_program
@@ -22,6 +21,8 @@ from throughput import (
     on_one_core,
     write_figures,
 )
+
+from common.run import cli
 
 CASES = {  # name: minibatch and quantiles
     "QR-DQN, `classic`": (128, 51),
@@ -85,4 +86,5 @@ def as_table(results: dict) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(OneCoreOptions))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(OneCoreOptions, sys.argv[1:], __doc__ or ""))

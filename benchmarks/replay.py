@@ -15,13 +15,13 @@ its rows new priorities. Buffers are full before anything is measured.
 import importlib.metadata
 import json
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import Array, lax
 
 from common.errors import UserError
@@ -300,4 +300,4 @@ def as_table(results: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with cli.exit_codes(debug=False):
-        main(tyro.cli(Options, description=__doc__))
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

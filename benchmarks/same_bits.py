@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
+
+from common.run import cli
 
 CARTPOLE = {"env_id": "gymnax/CartPole-v1"}
 PENDULUM = {"env_id": "gymnax/Pendulum-v1"}
@@ -113,4 +114,5 @@ def bits_of_run(algo: str, fields: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    with cli.exit_codes(debug=False):
+        sys.exit(main(cli.parse_flags(Options, sys.argv[1:], __doc__ or "")))

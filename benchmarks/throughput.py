@@ -31,11 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import tyro
-
 from machine import ROOT, cpu_model, describe_commit, on_cores
 from random_policy import random_steps
 
+from common.run import cli
 from common.run.logger import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -462,4 +461,5 @@ def save_picture(results: dict[str, Any], path: Path, algo: str = "dqn") -> None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

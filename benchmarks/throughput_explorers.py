@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
 from machine import ROOT
 from report import late_return, read_curve
 from throughput import RESULTS, describe_machine
 
+from common.run import cli
 from common.run.logger import read_metrics
 
 EXPLORERS = (1, 2, 4, 8)
@@ -313,4 +313,5 @@ def save_picture(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

@@ -23,12 +23,11 @@ import importlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 from throughput import (
     RESULTS,
@@ -41,6 +40,8 @@ from throughput import (
     median_rates,
     write_figures,
 )
+
+from common.run import cli
 
 ALGOS = ("ddpg", "td3", "sac")
 OBS, ACTIONS, HIDDEN, BATCH = 17, 6, 256, 256  # HalfCheetah and the default settings
@@ -281,4 +282,5 @@ def as_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

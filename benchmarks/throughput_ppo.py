@@ -18,12 +18,12 @@ minibatches.
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from throughput import (
     RESULTS,
@@ -38,6 +38,8 @@ from throughput import (
     save_picture,
     share_of_limit,
 )
+
+from common.run import cli
 
 ENDLESS = 2**30  # env steps that no measurement reaches
 GYMNAX_ENVS = 4  # PureJaxRL's setting
@@ -216,4 +218,5 @@ class PythonLoop:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(Options, sys.argv[1:], __doc__ or ""))

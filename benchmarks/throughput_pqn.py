@@ -14,11 +14,10 @@ learning.
 """
 
 import json
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
-
-import tyro
 
 from throughput import (
     Measure,
@@ -30,6 +29,8 @@ from throughput import (
     write_figures,
 )
 from throughput_ppo import ENDLESS, learn_measure, loop_measure
+
+from common.run import cli
 
 PAPER = {"num_envs": 32, "num_steps": 64, "update_epochs": 4, "num_minibatches": 16}
 SETTINGS: dict[str, dict[str, dict[str, int]]] = {
@@ -107,4 +108,5 @@ def as_table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(OneCoreOptions))
+    with cli.exit_codes(debug=False):
+        main(cli.parse_flags(OneCoreOptions, sys.argv[1:], __doc__ or ""))
