@@ -381,7 +381,7 @@ def resume(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
 
     Raises:
         UserError: there is no checkpoint, or none that fits this algorithm and configuration, or
-            it lies behind the last step.
+            its step is above --total-timesteps.
     """
     _set_damaged_aside(Checkpoints(folder), say)
     state, step = restore_state(trainer, folder, None, say)
