@@ -48,7 +48,9 @@ def main(options: ExportOptions) -> None:
         raise UserError("the file is written by flatbuffers; pip install -e '.[export]'")
     path = Path(options.out or Path(options.run_dir, "policy.stablehlo"))
     if options.out and not _can_be_written(path):
-        raise UserError(f"--out {path} cannot be written; give a file in a folder that exists")
+        raise UserError(
+            f"--out {path} cannot be written; give the name of a file in a folder that exists"
+        )
     threads.use_cores(1)
     from common.run.load import load
 

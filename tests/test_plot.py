@@ -10,6 +10,8 @@ from run_helpers import run_here
 from common import plot
 from common.errors import UserError
 
+from common.run import load
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 RETURN = "charts/episodic_return"
 
@@ -162,8 +164,13 @@ def test_bad_input_is_one_line_and_creates_nothing(tmp_path, capsys, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"run", "empty"}
 
 
-def test_a_config_that_is_no_object(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("3", "holds a int, not an object"), ('{"algo": ', "Expecting value"), ("[" * 99_999, "deep")],
+)
+@pytest.mark.parametrize("read", [plot.read_run, load.read_run])
+def test_a_config_that_is_no_object(tmp_path, read, text, why):
     folder = make_run(tmp_path / "1", [(10, 1.0)])
-    (folder / "config.json").write_text("3")
-    with pytest.raises(UserError, match="not a run folder"):
-        plot.read_run(folder)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"not a run folder .*\(config.json.*{why}"):
+        read(folder)

@@ -189,14 +189,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: it holds something else; the message names the file.
     """
     try:
         saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError(f"{path.name} is nested too deeply") from error
     if not isinstance(saved, dict):
-        raise ValueError(f"it holds a {type(saved).__name__}, not an object")
+        raise ValueError(f"{path.name} holds a {type(saved).__name__}, not an object")
     return saved
 
 
