@@ -8,6 +8,7 @@ writes benchmarks/results/mujoco_versions.md.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -23,9 +24,12 @@ UNSEEN = {
     "HalfCheetah-v4": 1,
     "Walker2d-v4": 1,
     "InvertedPendulum-v4": 0,
+    "InvertedDoublePendulum-v4": 0,
+    "Reacher-v4": 0,
     "Swimmer-v4": 2,
     "Hopper-v4": 1,
     "Humanoid-v4": 2,
+    "HumanoidStandup-v4": 2,
     "Ant-v4": 2,
 }
 NUM_EPISODES, MAX_STEPS = 20, 100  # of each environment, and of each episode
@@ -72,8 +76,8 @@ def compare(env_id: str) -> tuple[float, list[tuple[float, float]]]:
     """Return the margin of contacts, and of each step how far states and rewards differ.
 
     States are positions and velocities, and actions are random. Before each step Gymnasium's
-    environment gets the state of envpool's. Observations of Hopper and Walker2d have velocities
-    clipped at 10; a step from one of these is left out.
+    environment gets the state of envpool's. Observations of Hopper, Walker2d and
+    InvertedDoublePendulum have velocities clipped at 10; a step from one of these is left out.
     """
     import envpool
     import gymnasium
@@ -82,24 +86,39 @@ def compare(env_id: str) -> tuple[float, list[tuple[float, float]]]:
     env = gymnasium.make(env_id).unwrapped
     env.reset(seed=1)
     env.action_space.seed(1)
-    unseen, num_positions = UNSEEN[env_id], env.model.nq
-    size = num_positions - unseen + env.model.nv
+    state = partial(state_of, env_id, env.model.nq, env.model.nv)
     found = []
     for _ in range(NUM_EPISODES):
         (before,), _ = pool.reset()
         for _ in range(MAX_STEPS):
-            position, velocity = np.split(before[:size], [num_positions - unseen])
-            env.set_state(np.concatenate([np.zeros(unseen), position]), velocity)
+            position, velocity = state(before)
+            env.set_state(position, velocity)
             action = env.action_space.sample()
             expected, expected_reward, *_ = env.step(action)
-            (obs,), (reward,), (ended,), *_ = pool.step(action[None].astype(float))
+            (obs,), (reward,), *ends, _ = pool.step(action[None].astype(float))
             if np.abs(velocity).max() != 10:
-                difference = np.abs(obs - expected)[:size].max()
-                found.append((difference, abs(reward - expected_reward)))
-            if ended:
+                differences = np.concatenate(state(obs)) - np.concatenate(state(expected))
+                found.append((np.abs(differences).max(), abs(reward - expected_reward)))
+            if np.any(ends):
                 break
             before = obs
     return env.model.geom_margin.max(), found
+
+
+def state_of(
+    env_id: str, num_positions: int, num_velocities: int, obs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions and velocities that an observation tells, unseen positions being 0."""
+    if env_id == "InvertedDoublePendulum-v4":
+        cart, sine, cosine, velocity, _ = np.split(obs, [1, 3, 5, 8])
+        return np.concatenate([cart, np.arctan2(sine, cosine)]), velocity
+    if env_id == "Reacher-v4":  # whose target, the last two positions, stands still
+        cosine, sine, target, velocity, _ = np.split(obs, [2, 4, 6, 8])
+        position = np.concatenate([np.arctan2(sine, cosine), target])
+        return position, np.concatenate([velocity, np.zeros(2)])
+    unseen = UNSEEN[env_id]
+    seen, end = num_positions - unseen, num_positions - unseen + num_velocities
+    return np.concatenate([np.zeros(unseen), obs[:seen]]), obs[seen:end]
 
 
 if __name__ == "__main__":
