@@ -25,7 +25,6 @@ UNSEEN = {
     "Walker2d-v4": 1,
     "InvertedPendulum-v4": 0,
     "InvertedDoublePendulum-v4": 0,
-    "Reacher-v4": 0,
     "Swimmer-v4": 2,
     "Hopper-v4": 1,
     "Humanoid-v4": 2,
@@ -112,10 +111,6 @@ def state_of(
     if env_id == "InvertedDoublePendulum-v4":
         cart, sine, cosine, velocity, _ = np.split(obs, [1, 3, 5, 8])
         return np.concatenate([cart, np.arctan2(sine, cosine)]), velocity
-    if env_id == "Reacher-v4":  # whose target, the last two positions, stands still
-        cosine, sine, target, velocity, _ = np.split(obs, [2, 4, 6, 8])
-        position = np.concatenate([np.arctan2(sine, cosine), target])
-        return position, np.concatenate([velocity, np.zeros(2)])
     unseen = UNSEEN[env_id]
     seen, end = num_positions - unseen, num_positions - unseen + num_velocities
     return np.concatenate([np.zeros(unseen), obs[:seen]]), obs[seen:end]
