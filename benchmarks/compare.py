@@ -12,6 +12,7 @@ Performance profiles, interquartile means over all runs and stratified bootstrap
 
 import json
 import math
+import sys
 from itertools import groupby
 from typing import NamedTuple
 
@@ -257,4 +258,5 @@ def draw_profiles(family: Family, rows: list[Standing]) -> str:
 
 if __name__ == "__main__":
     with cli.exit_codes(debug=False):
+        cli.parse_flags(cli.NoFlags, sys.argv[1:], __doc__ or "")
         main()

@@ -8,6 +8,7 @@ turns, and the median of the rounds counts.
 
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -17,6 +18,8 @@ from gymnasium import spaces
 
 from algos.dqn import Config
 from common.envs import make_env
+
+from common.run import cli
 
 SECONDS, NUM_ENVS, STEPS, ROUNDS = 0.005, 8, 40, 3
 WORKERS = (0, 1, 2, 4, 8)
@@ -80,5 +83,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    gym.register("Slow-v0", SlowEnv)
-    main()
+    with cli.exit_codes(debug=False):
+        cli.parse_flags(cli.NoFlags, sys.argv[1:], __doc__ or "")
+        gym.register("Slow-v0", SlowEnv)
+        main()

@@ -8,6 +8,7 @@ docs/img/curve_*.png from the folders of the sweeps. Nothing is trained.
 """
 
 import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -503,4 +504,5 @@ def draw_family(family: Family, cells: list[Cell]) -> str | None:
 
 if __name__ == "__main__":
     with cli.exit_codes(debug=False):
+        cli.parse_flags(cli.NoFlags, sys.argv[1:], __doc__ or "")
         main()

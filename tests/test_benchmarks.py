@@ -389,6 +389,15 @@ def test_gpu_program_on_a_cpu(tmp_path: Path) -> None:
     assert line.startswith("error: unknown --items 'envpol'; accepted are envpool, float64")
 
 
+@pytest.mark.parametrize("name", ["compare", "env_workers", "tables"])
+def test_refuses_flags(name: str) -> None:
+    """A program without flags does not start with one: two of these would write the docs anew."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py")]
+    done = subprocess.run([*command, "--out", "x"], capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == ["error: unknown flag '--out'; see --help for all flags"]
+
+
 # Prioritized replay
 
 

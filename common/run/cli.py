@@ -304,6 +304,11 @@ def _field_docs(config_class: type) -> dict[str, str]:
     return docs
 
 
+@dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """The flags of a program that has none: it answers --help, and refuses all others."""
+
+
 def parse_flags(
     root: type, args: Sequence[str], description: str, hint: str = "see --help for all flags"
 ) -> Any:
