@@ -252,8 +252,10 @@ def write_report(out: Path) -> None:
     for env_id, same_env in groupby(groups, lambda group: group[0].env_id):
         curves = [seed_curves(group) for group in same_env]
         save_curves(curves, env_id, out / f"{file_name(env_id)}.png")
-        for algo, seeds, *columns in curves:
-            rows += [(env_id, algo, seeds, *values) for values in zip(*columns, strict=True)]
+        for algo, seeds, steps, *columns in curves:
+            for step, *values in zip(steps, *columns, strict=True):
+                # As many digits as the returns of runs have, which are in 32 bits.
+                rows.append((env_id, algo, seeds, step, *(float(f"{x:.7g}") for x in values)))
     write_atomically(out / "curves.csv", csv_text(("env_id", *SeedCurves._fields), rows))
 
 

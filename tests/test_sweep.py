@@ -111,13 +111,15 @@ def test_report_shows_mean_std_published_figure_and_origin():
 
 
 def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
-    results = [make_result(), make_result(seed=2), make_result(env_id="a/B", curve=[])]
+    high, low = ([(100, value, 1.0)] for value in (10.0, 11 / 3))
+    results = [make_result(curve=high), make_result(seed=2, curve=low)]
+    results.append(make_result(env_id="a/B", curve=[]))
     for i, result in enumerate(results):
         report.write_atomically(tmp_path / "jobs" / f"{i}.json", json.dumps(asdict(result)))
     report.write_report(tmp_path)
     assert len((tmp_path / "results.csv").read_text().split()) == 1 + 3
     assert (tmp_path / "curves.csv").read_text().split()[1:] == [
-        "CartPole-v1,dqn,2,100,10.0,10.0,10.0,10.0"
+        "CartPole-v1,dqn,2,100,6.833333,6.833333,3.666667,10.0"
     ]
     assert {path.name for path in tmp_path.glob("*.png")} == {"CartPole-v1.png", "a-B.png"}
 
