@@ -356,7 +356,7 @@ def describe(cell: Cell | None) -> str:
 def published_line(cells: list[Cell]) -> str:
     """Return how many published figures our rows reach, and name those that they do not."""
     beside = [cell for cell in cells if cell.figure in PUBLISHED]
-    short = short_of_published(beside)
+    short = [cell for cell in beside if not reaches_published(cell)]
     means = sum(sum(cell.returns) / len(cell.returns) >= PUBLISHED[cell.figure] for cell in beside)
     named = []
     for cell in short:
@@ -376,10 +376,9 @@ def published_line(cells: list[Cell]) -> str:
     return line + not_run(figures)
 
 
-def short_of_published(cells: list[Cell]) -> list[Cell]:
-    """Return the cells whose interval ends below the published figure beside them."""
-    beside = [cell for cell in cells if cell.figure in PUBLISHED]
-    return [cell for cell in beside if robust_interval(cell.returns)[2] < PUBLISHED[cell.figure]]
+def reaches_published(cell: Cell) -> bool:
+    """Return whether the interval of a cell reaches its published figure or lies above it."""
+    return robust_interval(cell.returns)[2] >= PUBLISHED[cell.figure]
 
 
 def not_run(figures: set[tuple[str, str, int]]) -> str:

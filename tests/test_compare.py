@@ -146,7 +146,9 @@ def test_the_page_names_every_row_that_falls_short() -> None:
         algo = algorithm.split("]")[0].strip("[").lower()
         named.add((algo, env_id, flags, returns, round(float(published.split(" ±")[0]), 1)))
     short = set()
-    for cell in tables.short_of_published(tables.read_cells(tables.RESULTS)):
+    for cell in tables.read_cells(tables.RESULTS):
+        if cell.figure not in tables.PUBLISHED or tables.reaches_published(cell):
+            continue
         algo, env_id, _ = cell.figure
         returns, published = report.mean_and_std(cell.returns), tables.PUBLISHED[cell.figure]
         short.add((algo, env_id, tables.own_flags(cell), returns, round(published, 1)))
