@@ -797,7 +797,8 @@ def test_a_disk_that_is_really_full(tmp_path):
     flags = [*SHORT, "--checkpoint-frequency", "1000", "--keep-checkpoints", "4"]
     names = {"DISK": "disk", "OUT": "", "TMPDIR": ""}
     env = {name: str(tmp_path / value) for name, value in names.items()}
-    env |= {"SIZE": "800k", "PYTHON": sys.executable, "DQN": str(DQN), "FLAGS": " ".join(flags)}
+    # Room for two checkpoints and most of a third, with 100 KiB to spare on either side.
+    env |= {"SIZE": "640k", "PYTHON": sys.executable, "DQN": str(DQN), "FLAGS": " ".join(flags)}
     subprocess.run([*unshare, "sh", "-c", FULL_DISK], env=environment(**env), check=True)
 
     def read(name: str) -> str:
@@ -811,4 +812,4 @@ def test_a_disk_that_is_really_full(tmp_path):
     assert saved and Checkpoints(Path(saved[1]).parent).steps() == [4000]
     # The earlier checkpoints were not harmed.
     assert read("second.code") == "0\n", read("second.err")
-    assert re.search(r"resuming at step [123]000: CartPole", read("second.out"))
+    assert "resuming at step 2000: CartPole" in read("second.out")
