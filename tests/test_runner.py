@@ -324,9 +324,11 @@ def test_help_of_a_module():
     assert shown.stdout.startswith("usage: python -m common.plot [-h]"), shown.stderr
     reader, writer = os.pipe()
     os.close(reader)  # as `--help | head` may do
-    unread = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    for unbuffered in ("", "1"):
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        unread = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
+        assert (unread.returncode, unread.stderr) == (1, "")
     os.close(writer)
-    assert (unread.returncode, unread.stderr) == (1, "")
 
 
 def test_what_importing_an_algorithm_costs():

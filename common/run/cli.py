@@ -324,9 +324,12 @@ def parse_flags(
     prog = f"python -m {module.name}" if module else None
     try:
         with contextlib.redirect_stderr(printed):
-            result: tuple[Any, list[str]] = tyro.cli(
-                root, prog=prog, args=args, description=description, return_unknown_args=True
-            )
+            try:
+                result: tuple[Any, list[str]] = tyro.cli(
+                    root, prog=prog, args=args, description=description, return_unknown_args=True
+                )
+            finally:
+                sys.stdout.flush()  # at the interpreter's end nobody would catch what it raises
     except SystemExit as stop:
         if not stop.code:
             raise
