@@ -39,6 +39,7 @@ from common import __version__, load
 from common.envs.env import NOT_FINITE
 from common.errors import UserError
 
+from common.run import checkpoint as checkpoint_module
 from common.run.checkpoint import (
     Checkpoints,
     checkpointer,
@@ -736,6 +737,27 @@ def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
     assert Checkpoints(tmp_path / "run" / "c").steps() == [100, 300]
     restored = Checkpoints(tmp_path / "run" / "c").restore(300, trainer.state)
     assert restored.learner["w"].tolist() == [3, 3, 3]
+
+
+def test_the_last_save_may_lack_its_checksums_alone(tmp_path, monkeypatch, full_disk):
+    """A copy could not be moved to where the files of the step are, and need not be."""
+    write = checkpoint_module.write_atomically
+
+    def write_or_fail(path, text):
+        if path.is_relative_to(tmp_path / "c"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint_module, "write_atomically", write_or_fail)
+    trainer = FakeTrainer([1, 2])
+    generator, _ = saved_by(tmp_path / "c", trainer, frequency=0)
+    with pytest.raises(UserError, match=r"files are in \S+, and a copy is \S+; free") as raised:
+        list(generator)
+    assert "instead" not in str(raised.value)
+    saved = re.search(r"a copy is (\S+);", str(raised.value))
+    for folder in (Path(saved[1]).parent, tmp_path / "c"):
+        assert Checkpoints(folder).steps() == [200]
+        assert Checkpoints(folder).restore(200, trainer.state).learner["w"].tolist() == [2, 2, 2]
 
 
 def test_where_no_run_folder_can_be_made_a_whole_one_is_saved_elsewhere(tmp_path, full_disk):
