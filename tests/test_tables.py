@@ -307,3 +307,9 @@ def test_pictures_of_sweeps_are_those_of_the_data() -> None:
             f"curve_{name}.png is old: run python benchmarks/tables.py"
         )
         assert f"img/curve_{name}.png" in text, f"no page shows curve_{name}.png"
+
+
+def test_committed_data_stay_small() -> None:
+    """A clone brings all of them, so that more runs need thinner curves or smaller pictures."""
+    size = sum(path.stat().st_size for path in tables.RESULTS.rglob("*") if path.is_file())
+    assert size < 20 * 2**20
