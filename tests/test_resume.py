@@ -39,7 +39,6 @@ from common import __version__, load
 from common.envs.env import NOT_FINITE
 from common.errors import UserError
 
-from common.run import checkpoint as checkpoint_module
 from common.run.checkpoint import (
     Checkpoints,
     checkpointer,
@@ -47,6 +46,7 @@ from common.run.checkpoint import (
     restore_state,
     resume,
     save_checkpoint,
+    write_atomically,
 )
 from common.run.logger import logger, read_metrics
 from common.run.seeds import batch_seeds
@@ -741,14 +741,13 @@ def test_the_last_save_is_tried_elsewhere(tmp_path, full_disk):
 
 def test_the_last_save_may_lack_its_checksums_alone(tmp_path, monkeypatch, full_disk):
     """A copy could not be moved to where the files of the step are, and need not be."""
-    write = checkpoint_module.write_atomically
 
     def write_or_fail(path, text):
         if path.is_relative_to(tmp_path / "c"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, text)
+        write_atomically(path, text)
 
-    monkeypatch.setattr(checkpoint_module, "write_atomically", write_or_fail)
+    monkeypatch.setattr("common.run.checkpoint.write_atomically", write_or_fail)
     trainer = FakeTrainer([1, 2])
     generator, _ = saved_by(tmp_path / "c", trainer, frequency=0)
     with pytest.raises(UserError, match=r"files are in \S+, and a copy is \S+; free") as raised:

@@ -361,10 +361,13 @@ def _rescue(folder: Path | None, trainer: Trainer, episode_return: float | None)
             shutil.rmtree(temporary, ignore_errors=True)
         go_on = "start again" if folder is None else "go on with --resume"
         return f"nor in {temporary} ({_brief(error)}); free space and {go_on}"
-    saved = temporary / str(step := int(trainer.state.step))
+    step = int(trainer.state.step)
+    saved = temporary / str(step)
     if step in Checkpoints(folder).steps():  # all but its checksums, so that nothing can move there
-        there = f"its files are in {folder / str(step)}, and a copy is {saved}"
-        return f"{there}; free space and go on with --resume"
+        return (
+            f"its files are in {folder / str(step)}, and a copy is {saved}; free space and go on "
+            "with --resume"
+        )
     return (
         f"it was saved as {saved} instead; free space, move it into {folder} and go on with "
         "--resume"
