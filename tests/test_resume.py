@@ -701,7 +701,7 @@ def full_disk(monkeypatch, tmp_path):
 
     def save_or_fail(self, step, state, episode_return):
         if any(self.folder.is_relative_to(folder) for folder in full):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            no_space()
         save(self, step, state, episode_return)
 
     monkeypatch.setattr(Checkpoints, "save", save_or_fail)
@@ -744,7 +744,7 @@ def test_the_last_save_may_lack_its_checksums_alone(tmp_path, monkeypatch, full_
 
     def write_or_fail(path, text):
         if path.is_relative_to(tmp_path / "c"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            no_space()
         write_atomically(path, text)
 
     monkeypatch.setattr("common.run.checkpoint.write_atomically", write_or_fail)
