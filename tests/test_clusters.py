@@ -97,21 +97,26 @@ class Program:
             found += children.get(pid, [])
         return found
 
+    def wait(self) -> tuple[int, str, str]:
+        """Wait until it has ended, and return its exit code, output and errors."""
+        try:
+            out, err = self.process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)  # else it trains on beside other tests
+            raise
+        return self.process.returncode, out, err
+
     def end(self, number: signal.Signals) -> tuple[int, str, str]:
         """Signal the group, as Ctrl-C does, and wait until nothing is left of it."""
         family = self.family()
         assert len(family) > 3
         os.killpg(self.process.pid, number)
-        try:
-            out, err = self.process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # else it trains on beside other tests
-            raise
+        ended = self.wait()
         deadline = time.monotonic() + 10
         while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
-        return self.process.returncode, out, err
+        return ended
 
 
 @pytest.mark.slow
@@ -154,8 +159,8 @@ def test_the_end_of_the_terminal_leaves_a_checkpoint(tmp_path):
 def test_two_explorers_learn_cartpole(tmp_path):
     flags = ["--total-timesteps", 150_000, "--num-steps", 5, "--runs-dir", tmp_path]
     program = Program(*flags, HOME=str(tmp_path))
-    _, err = program.process.communicate(timeout=90)
-    assert program.process.returncode == 0, err
+    code, _, err = program.wait()
+    assert code == 0, err
     assert not (tmp_path / ".ray").exists()
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text())
     assert result["steps"] == 150_000 and result["evaluation_return"] >= 150
