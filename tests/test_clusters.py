@@ -97,10 +97,10 @@ class Program:
             found += children.get(pid, [])
         return found
 
-    def wait(self) -> tuple[int, str, str]:
+    def wait(self, timeout: float) -> tuple[int, str, str]:
         """Wait until it has ended, and return its exit code, output and errors."""
         try:
-            out, err = self.process.communicate(timeout=300)
+            out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)  # else it trains on beside other tests
             raise
@@ -111,7 +111,7 @@ class Program:
         family = self.family()
         assert len(family) > 3
         os.killpg(self.process.pid, number)
-        ended = self.wait()
+        ended = self.wait(60)
         deadline = time.monotonic() + 10
         while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, left
@@ -159,7 +159,7 @@ def test_the_end_of_the_terminal_leaves_a_checkpoint(tmp_path):
 def test_two_explorers_learn_cartpole(tmp_path):
     flags = ["--total-timesteps", 150_000, "--num-steps", 5, "--runs-dir", tmp_path]
     program = Program(*flags, HOME=str(tmp_path))
-    code, _, err = program.wait()
+    code, _, err = program.wait(300)
     assert code == 0, err
     assert not (tmp_path / ".ray").exists()
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text())
