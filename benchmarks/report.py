@@ -318,18 +318,18 @@ def save_curves(curves: list[SeedCurves], env_id: str, picture: Path) -> None:
             axes.plot(curve.step, curve.iqm, "--", color=f"C{i}", label="interquartile mean")
     axes.grid(alpha=0.3)
     axes.legend(**({"loc": "center left", "bbox_to_anchor": (1, 0.5)} if is_crowded else {}))
-    save_picture(figure, picture)
+    save_picture(figure, picture, colours=64 if len(curves) == 1 else 256)
 
 
-def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure in 256 colours: as the repository keeps it, bytes count."""
+def save_picture(figure: Any, path: Path, colours: int = 256) -> None:
+    """Write a figure in few colours: as the repository keeps it, bytes count."""
     from PIL import Image
 
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
     image = Image.open(drawn).convert("RGB")
     # Without the refinement by k-means, shades of intervals would take each other's colours.
-    image.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=2).save(path, optimize=True)
+    image.quantize(colours, Image.Quantize.MAXCOVERAGE, kmeans=2).save(path, optimize=True)
 
 
 def draw_curve(axes: Any, curve: SeedCurves, number: int, label: str) -> None:
