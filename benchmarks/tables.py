@@ -398,7 +398,7 @@ def not_run(figures: set[tuple[str, str, int]]) -> str:
 
 
 def task_block(table: TaskTable, cells: list[Cell]) -> str:
-    """Return a row a task of CleanRL's, and names of those that did not run."""
+    """Return a row a task of CleanRL's, and names of those without enough seeds."""
     cell_of = {cell.column[0]: cell for cell in cells if cell.folder == table.folder}
     rows = []
     for env_id, (mean, std) in table.published.items():
@@ -410,7 +410,9 @@ def task_block(table: TaskTable, cells: list[Cell]) -> str:
     header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
     lines = markdown_table(header, rows)
     not_run = [env_id for env_id in table.published if env_id not in cell_of]
-    return f"{lines}\n\nNot run: {', '.join(not_run)}." if not_run else lines
+    if not not_run:
+        return lines
+    return f"{lines}\n\nNot run with {LEAST_SEEDS} seeds: {', '.join(not_run)}."
 
 
 def rows_table(page: Page, cells: list[Cell]) -> str:

@@ -155,7 +155,7 @@ def test_table_of_tasks_by_hand() -> None:
         "| --- | --- | --- | --- | --- |",
         "| CheetahRun-v1 | 2.0 ± 1.0 | 1.0, 3.0 | 432.6 ± 82.5 | 4.0 ± 0.0 |",
         "",
-        "Not run: WalkerRun-v1.",
+        "Not run with 3 seeds: WalkerRun-v1.",
     ]
 
 
