@@ -409,10 +409,10 @@ def task_block(table: TaskTable, cells: list[Cell]) -> str:
             rows.append([env_id, mean_and_std(cell.returns), seeds, published, evaluation])
     header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
     lines = markdown_table(header, rows)
-    not_run = [env_id for env_id in table.published if env_id not in cell_of]
-    if not not_run:
+    missing = [env_id for env_id in table.published if env_id not in cell_of]
+    if not missing:
         return lines
-    return f"{lines}\n\nNot run with {LEAST_SEEDS} seeds: {', '.join(not_run)}."
+    return f"{lines}\n\nNot run with {LEAST_SEEDS} seeds: {', '.join(missing)}."
 
 
 def rows_table(page: Page, cells: list[Cell]) -> str:
