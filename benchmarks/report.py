@@ -418,14 +418,21 @@ def commits(group: list[Result]) -> str:
 
 def mean_and_std(values: list[float]) -> str:
     """Return mean ± standard deviation; the mean alone of one value."""
-    spread = f" ± {np.std(values):.1f}" if len(values) > 1 else ""
-    return f"{np.mean(values):z.1f}{spread}"
+    mean = float(np.mean(values))
+    spread = f" ± {np.std(values):.{decimals(mean)}f}" if len(values) > 1 else ""
+    return f"{mean:z.{decimals(mean)}f}{spread}"
+
+
+def decimals(mean: float) -> int:
+    """Return how many digits behind the point tell a return of this size from others."""
+    return 2 if abs(mean) < 10 else 1
 
 
 def robust_mean(values: list[float]) -> str:
     """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
     mean, low, high = robust_interval(values)
-    return f"{mean:z.1f} [{low:z.1f}, {high:z.1f}]"
+    digits = decimals(mean)
+    return f"{mean:z.{digits}f} [{low:z.{digits}f}, {high:z.{digits}f}]"
 
 
 def robust_interval(values: list[float]) -> tuple[float, float, float]:

@@ -25,6 +25,7 @@ from report import (
     PUBLISHED,
     Result,
     commits,
+    decimals,
     draw_curve,
     mean_and_std,
     median_minutes,
@@ -363,7 +364,7 @@ def published_line(cells: list[Cell]) -> str:
         flags = f" with {own_flags(cell)}" if own_flags(cell) else ""
         high, published = robust_interval(cell.returns)[2], PUBLISHED[cell.figure]
         name = f"{cell.figure[0]} on {cell.figure[1]}{flags}"
-        named.append(f"{name} (up to {high:.1f}, published {published})")
+        named.append(f"{name} (up to {high:.{decimals(high)}f}, published {published})")
     figures = {cell.figure for cell in beside}
     missed = figures - {cell.figure for cell in beside if cell not in short}
     line = (
@@ -404,8 +405,10 @@ def task_block(table: TaskTable, cells: list[Cell]) -> str:
     for env_id, (mean, std) in table.published.items():
         if cell := cell_of.get(env_id):
             evaluation = mean_and_std([run.evaluation_return for run in cell.runs])
-            seeds = ", ".join(f"{value:.1f}" for value in cell.returns)
-            published = f"{mean:.1f} ± {std:.1f}"
+            digits = decimals(sum(cell.returns) / len(cell.returns))
+            seeds = ", ".join(f"{value:.{digits}f}" for value in cell.returns)
+            digits = decimals(mean)
+            published = f"{mean:.{digits}f} ± {std:.{digits}f}"
             rows.append([env_id, mean_and_std(cell.returns), seeds, published, evaluation])
     header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
     lines = markdown_table(header, rows)

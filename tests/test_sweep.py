@@ -110,6 +110,15 @@ def test_report_shows_mean_std_published_figure_and_origin():
     )
 
 
+def test_small_returns_have_two_digits_behind_the_point():
+    assert report.mean_and_std([1.04, 1.09, 1.09]) == "1.07 ± 0.02"
+    assert report.mean_and_std([-9.99, -9.99]) == "-9.99 ± 0.00"
+    assert report.mean_and_std([9.0, 11.0]) == "10.0 ± 1.0"
+    assert report.mean_and_std([-0.001]) == "0.00"
+    assert report.robust_mean([1.04, 1.04, 1.04]) == "1.04 [1.04, 1.04]"
+    assert report.robust_mean([12.0, 12.0, 12.0]) == "12.0 [12.0, 12.0]"
+
+
 def test_write_report_makes_every_file_also_without_any_episode(tmp_path):
     high, low = ([(100, value, 1.0)] for value in (10.0, 11 / 3))
     results = [make_result(curve=high), make_result(seed=2, curve=low)]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import UserError
@@ -43,7 +44,7 @@ def test_cell_of_five_seeds_by_hand() -> None:
     text = tables.describe(make_cell([1.0, 100.0, 3.0, 2.0, 4.0]))
     mean, iqm = text.split("<br>")
     assert mean == "22.0 ± 39.0 (498)"
-    assert iqm.startswith("IQM 3.0 [")
+    assert iqm.startswith("IQM 3.00 [")
     low, high = map(float, iqm.split("[")[1].strip("]").split(", "))
     assert 1 <= low < 3 < high <= 100
 
@@ -52,7 +53,7 @@ def test_number_of_seeds_is_said_when_it_is_not_five() -> None:
     assert tables.describe(make_cell([490.0, 500.0])) == "495.0 ± 5.0 (498)<br>2 seeds"
     assert tables.describe(make_cell([490.0], steps=1000)) == "490.0<br>1 seed"
     assert tables.describe(make_cell([7.0] * 6, algo="iqn")) == (
-        "7.0 ± 0.0<br>IQM 7.0 [7.0, 7.0]<br>6 seeds"
+        "7.00 ± 0.00<br>IQM 7.00 [7.00, 7.00]<br>6 seeds"
     )
     assert tables.describe(None) == "–"
 
@@ -86,9 +87,9 @@ def test_table_by_hand() -> None:
     assert lines == [
         "| algorithm | CartPole-v1<br>500,000 steps | Acrobot-v1<br>500,000 steps | data |",
         "| --- | --- | --- | --- |",
-        "| [dqn](docs/algorithms/dqn.md) | 1.0 (498)<br>1 seed | -1.0 (-89)<br>1 seed "
+        "| [dqn](docs/algorithms/dqn.md) | 1.00 (498)<br>1 seed | -1.00 (-89)<br>1 seed "
         "| [sweep](benchmarks/results/sweep/results.md) |",
-        "| [ppo](docs/algorithms/ppo.md) | 2.0 (490)<br>1 seed | – "
+        "| [ppo](docs/algorithms/ppo.md) | 2.00 (490)<br>1 seed | – "
         "| [sweep_on_policy](benchmarks/results/sweep_on_policy/results.md) |",
     ]
 
@@ -103,7 +104,7 @@ def test_a_family_appears_with_its_data() -> None:
     cells = [make_cell([1.0]), make_cell([3.0], env_id="gymnax/CartPole-v1")]
     block = tables.page_block(SITE, cells)
     assert "## Classic control" in block and "MinAtar" not in block and "MuJoCo" not in block
-    assert "| gymnax/CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 3.0<br>1 seed |" in block
+    assert "| gymnax/CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 3.00<br>1 seed |" in block
     more = [make_cell([9.0], folder="sweep_minatar", env_id="pgx/minatar-breakout", steps=10)]
     block = tables.page_block(README, cells + more)
     assert "### MinAtar\n\n| algorithm | pgx/minatar-breakout<br>10 steps | data |" in block
@@ -135,8 +136,8 @@ def test_published_figures_that_are_reached_missed_and_not_run(
         "Rows beside a figure of CleanRL's: 4, of 2 figures. In 2 rows the 95 % interval reaches "
         "the figure or lies above it, in 1 of these the mean does. Of three seeds the interval "
         "ends at the highest, so that the best one decides. No row reaches 1 of the figures. The "
-        "interval ends below for dqn on CartPole-v1 with `--gamma 0.8` (up to 4.0, published 5), "
-        "c51 on CartPole-v1 (up to 8.0, published 9). Published, but not run here with 3 seeds: "
+        "interval ends below for dqn on CartPole-v1 with `--gamma 0.8` (up to 4.00, published 5), "
+        "c51 on CartPole-v1 (up to 8.00, published 9). Published, but not run here with 3 seeds: "
         "dqn on Acrobot-v1 after 10 steps; ppo on Acrobot-v1, MountainCar-v0 after 10 steps; "
         "ppo on Acrobot-v1 after 20 steps; ppo on 2 of 48 tasks of dm_control."
     )
@@ -153,7 +154,7 @@ def test_table_of_tasks_by_hand() -> None:
     assert tables.task_block(table, cells).split("\n") == [
         "| environment | training return | each seed | CleanRL | evaluation |",
         "| --- | --- | --- | --- | --- |",
-        "| CheetahRun-v1 | 2.0 ± 1.0 | 1.0, 3.0 | 432.6 ± 82.5 | 4.0 ± 0.0 |",
+        "| CheetahRun-v1 | 2.00 ± 1.00 | 1.00, 3.00 | 432.6 ± 82.5 | 4.00 ± 0.00 |",
         "",
         "Not run with 3 seeds: WalkerRun-v1.",
     ]
@@ -164,7 +165,8 @@ def test_every_row_by_hand() -> None:
     row = tables.rows_table(SITE, cells).split("\n")[-1]
     command = "python benchmarks/sweep.py --algos dqn --env-ids CartPole-v1 --num-seeds 1"
     assert row == (
-        "| CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) | 1 | 2.0 [nan, nan] | 3.0 [nan, nan] "
+        "| CartPole-v1 | 500,000 | [dqn](algorithms/dqn.md) "
+        "| 1 | 2.00 [nan, nan] | 3.00 [nan, nan] "
         f"| 498 | 1.5 | `{command} --eval-frequency 0 --out /tmp/again` | abc | – |"
     )
 
@@ -260,12 +262,13 @@ def rows_of_results(page: Path) -> list[dict[str, str]]:
 def agrees(row: dict[str, str], cell: tables.Cell) -> bool:
     """Return whether runs give what stands in a row."""
     returns = [run.training_return for run in cell.runs]
+    digits = report.decimals(np.mean(returns))
     made = {
         "environment": cell.runs[0].env_id,
         "env steps": f"{cell.runs[0].steps:,}",
         "setting": cell.runs[0].setting,
         "training return": report.mean_and_std(returns),
-        "each seed": ", ".join(f"{value:.1f}" for value in returns),
+        "each seed": ", ".join(f"{value:.{digits}f}" for value in returns),
         "evaluation": report.mean_and_std([run.evaluation_return for run in cell.runs]),
     }
     written = row | {"environment": row["environment"].removesuffix(", tuned")}
