@@ -419,12 +419,13 @@ def commits(group: list[Result]) -> str:
 def mean_and_std(values: list[float]) -> str:
     """Return mean ± standard deviation; the mean alone of one value."""
     mean = float(np.mean(values))
-    spread = f" ± {np.std(values):.{decimals(mean)}f}" if len(values) > 1 else ""
-    return f"{mean:z.{decimals(mean)}f}{spread}"
+    digits = decimals(mean)
+    spread = f" ± {np.std(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean:z.{digits}f}{spread}"
 
 
 def decimals(mean: float) -> int:
-    """Return how many digits behind the point tell a return of this size from others."""
+    """Return how many digits behind the point a mean return and what stands beside it have."""
     return 2 if abs(mean) < 10 else 1
 
 

@@ -405,10 +405,10 @@ def task_block(table: TaskTable, cells: list[Cell]) -> str:
     for env_id, (mean, std) in table.published.items():
         if cell := cell_of.get(env_id):
             evaluation = mean_and_std([run.evaluation_return for run in cell.runs])
-            digits = decimals(sum(cell.returns) / len(cell.returns))
-            seeds = ", ".join(f"{value:.{digits}f}" for value in cell.returns)
-            digits = decimals(mean)
-            published = f"{mean:.{digits}f} ± {std:.{digits}f}"
+            ours = decimals(sum(cell.returns) / len(cell.returns))
+            seeds = ", ".join(f"{value:.{ours}f}" for value in cell.returns)
+            theirs = decimals(mean)
+            published = f"{mean:.{theirs}f} ± {std:.{theirs}f}"
             rows.append([env_id, mean_and_std(cell.returns), seeds, published, evaluation])
     header = ["environment", "training return", "each seed", "CleanRL", "evaluation"]
     lines = markdown_table(header, rows)
