@@ -6,6 +6,7 @@ makes the tables and pictures of a sweep's folder again from its `jobs/*.json`, 
 """
 
 import csv
+import functools
 import io
 import json
 import shlex
@@ -431,12 +432,13 @@ def decimals(mean: float) -> int:
 
 def robust_mean(values: list[float]) -> str:
     """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
-    mean, low, high = robust_interval(values)
+    mean, low, high = robust_interval(*values)
     digits = decimals(mean)
     return f"{mean:z.{digits}f} [{low:z.{digits}f}, {high:z.{digits}f}]"
 
 
-def robust_interval(values: list[float]) -> tuple[float, float, float]:
+@functools.cache
+def robust_interval(*values: float) -> tuple[float, float, float]:
     """Return the interquartile mean and the ends of its bootstrapped 95 % interval."""
     runs = np.array(values)[:, None]  # [S, 1]
     low, high = bootstrap_interval([runs], interquartile_mean)

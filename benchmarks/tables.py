@@ -362,7 +362,7 @@ def published_line(cells: list[Cell]) -> str:
     named = []
     for cell in short:
         flags = f" with {own_flags(cell)}" if own_flags(cell) else ""
-        high, published = robust_interval(cell.returns)[2], PUBLISHED[cell.figure]
+        high, published = robust_interval(*cell.returns)[2], PUBLISHED[cell.figure]
         name = f"{cell.figure[0]} on {cell.figure[1]}{flags}"
         named.append(f"{name} (up to {high:.{decimals(high)}f}, published {published})")
     figures = {cell.figure for cell in beside}
@@ -379,7 +379,7 @@ def published_line(cells: list[Cell]) -> str:
 
 def reaches_published(cell: Cell) -> bool:
     """Return whether the interval of a cell reaches its published figure or lies above it."""
-    return robust_interval(cell.returns)[2] >= PUBLISHED[cell.figure]
+    return robust_interval(*cell.returns)[2] >= PUBLISHED[cell.figure]
 
 
 def not_run(figures: set[tuple[str, str, int]]) -> str:

@@ -229,19 +229,28 @@ def test_a_picture_has_every_environment(tmp_path: Path, monkeypatch: pytest.Mon
 # Committed
 
 
+@pytest.fixture(scope="module")
+def committed() -> list[tables.Cell]:
+    """All committed runs."""
+    return tables.read_cells(tables.RESULTS)
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.path)
-def test_committed_tables_follow_from_the_data(page: tables.Page) -> None:
-    cells = tables.read_cells(tables.RESULTS)
+def test_committed_tables_follow_from_the_data(
+    page: tables.Page, committed: list[tables.Cell]
+) -> None:
     text = (ROOT / page.path).read_text()
-    block = tables.page_block(page, cells)
+    block = tables.page_block(page, committed)
     assert tables.with_block(text, block, page.path) == text, "run python benchmarks/tables.py"
 
 
 @pytest.mark.parametrize("table", tables.TASK_TABLES, ids=lambda table: table.name)
-def test_committed_tables_of_tasks_follow_from_the_data(table: tables.TaskTable) -> None:
+def test_committed_tables_of_tasks_follow_from_the_data(
+    table: tables.TaskTable, committed: list[tables.Cell]
+) -> None:
     name = tables.TASKS_PAGE
     text = (ROOT / name).read_text()
-    block = tables.task_block(table, tables.read_cells(tables.RESULTS))
+    block = tables.task_block(table, committed)
     made = tables.with_block(text, block, name, begin=table.begin)
     assert made == text, "run python benchmarks/tables.py"
 
@@ -278,8 +287,10 @@ def agrees(row: dict[str, str], cell: tables.Cell) -> bool:
 @pytest.mark.parametrize(
     "page", sorted((ROOT / "docs/algorithms").glob("*.md")), ids=lambda p: p.stem
 )
-def test_tables_of_an_algorithm_follow_from_the_data(page: Path) -> None:
-    cells = [cell for cell in tables.read_cells(tables.RESULTS) if cell.runs[0].algo == page.stem]
+def test_tables_of_an_algorithm_follow_from_the_data(
+    page: Path, committed: list[tables.Cell]
+) -> None:
+    cells = [cell for cell in committed if cell.runs[0].algo == page.stem]
     rows = rows_of_results(page)
     assert rows, "no table of returns by environment"
     wrong = [row for row in rows if not any(agrees(row, cell) for cell in cells)]
@@ -294,11 +305,10 @@ def test_committed_reports_follow_from_the_data() -> None:
         assert text == (folder / "results.md").read_text(), f"run benchmarks/report.py {folder}"
 
 
-def test_every_family_with_data_has_its_picture() -> None:
-    cells = tables.read_cells(tables.RESULTS)
+def test_every_family_with_data_has_its_picture(committed: list[tables.Cell]) -> None:
     for family in tables.FAMILIES:
         path = ROOT / "docs" / "img" / f"results_{family.name}.png"
-        assert path.exists() == bool(tables.family_cells(family, cells))
+        assert path.exists() == bool(tables.family_cells(family, committed))
 
 
 def test_pictures_of_sweeps_are_those_of_the_data() -> None:
