@@ -51,7 +51,7 @@ for name, iterations in json.loads(sys.argv[1]).items():
     }
 print(json.dumps(results))
 """
-ITERATIONS = {"ppo": 2, "a2c": 12, "ppo_rnn": 1, "impala": 12, "pqn": 2, "dqn": 60, "r2d2": 100}
+ITERATIONS = {"ppo": 2, "a2c": 12, "ppo_rnn": 2, "impala": 12, "pqn": 2, "dqn": 60, "r2d2": 100}
 
 
 @pytest.fixture(scope="module")
