@@ -158,6 +158,17 @@ def test_without_ray_the_extra_is_named(capsys, monkeypatch, tmp_path):
     assert ran.err == "error: --explorers are actors of Ray; pip install -e '.[distributed]'\n"
 
 
+def test_a_ray_that_does_not_start_is_one_line_and_no_folder(capsys, monkeypatch, tmp_path):
+    def times_out(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.\nIt has 30 seconds.")
+
+    monkeypatch.setattr("ray.init", times_out)
+    ran = run_here(capsys, "--explorers", 2, "--runs-dir", tmp_path / "runs", module="algos.impala")
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert ran.err.startswith("error: Ray could not be started on this machine (The current node")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_killed_explorers_come_back_and_every_step_counts_once(cluster):
     with closing(Run(impala, replace(SMALL, total_timesteps=64_040))) as run:

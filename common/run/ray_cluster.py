@@ -41,7 +41,7 @@ def connected(address: str | None, num_cpus: int = 1) -> Generator[None, None, N
         try:
             with _own_signals():
                 ray.init(**_where(address, num_cpus, folder), log_to_driver=False)
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises it bare for a node that starts too slowly
             raise UserError(
                 f"--ray-address {address} is no cluster that this machine reaches "
                 f"({one_line(error)}); start one by `ray start --head`, or leave the flag out"
