@@ -29,7 +29,7 @@ from common.exploration import next_noise, uniform_action
 from common.networks import Network
 from common.normalize import Normalizer, NormalizerState
 from common.optimize import Trained, descend
-from common.ranges import Fraction, NonNegative, Positive, ProperFraction
+from common.ranges import Finite, Fraction, NonNegative, Positive, ProperFraction
 from common.replay import Batch, Replay, ReplayState, Transition
 from common.schedules import updates_until
 
@@ -61,6 +61,7 @@ class Config:
     learning_starts: NonNegative[int] = 5_000  # env steps of uniformly random actions at first
     updates_per_step: Positive[float] = 1.0  # updates an env step, above or below 1
     alpha: Positive[float] | None = None  # α, the weight of the entropy; learned if not given
+    target_entropy: Finite[float] | None = None  # H̄, for actions in [-1, 1]; -dim(A) if none
     noise_correlation: ProperFraction = 0.0  # of ε from one step to the next; 0: white noise
     normalize_obs: bool = False  # shift and scale observations by running statistics
     eval_stochastic: bool = False  # draw evaluation actions from the policy instead of its mode
@@ -112,7 +113,8 @@ class Algorithm:
         self.config = config
         self.make_model = partial(Model, obs_space, action_space)
         self.graph = nnx.graphdef(self.make_model(nnx.Rngs(0)))
-        self.target_entropy = -math.prod(action_space.shape or ())
+        given = config.target_entropy
+        self.target_entropy = -math.prod(action_space.shape or ()) if given is None else given
         self.normalizer = Normalizer(config.normalize_obs, False, config.gamma)
         self.optimizer = optax.adam(config.learning_rate)
         self.descend = partial(descend, self.optimizer)

@@ -286,6 +286,11 @@ BAD_ACTOR_CRITIC_FLAGS: dict[str, tuple[str, str, list[str]]] = {
         ["--exploration-noise must be 0 or more, got -1"],
     ),
     "alpha 0": ("sac", "--alpha 0", ["--alpha must be above 0, got 0"]),
+    "target_entropy nan": (
+        "sac",
+        "--target-entropy nan",
+        ["--target-entropy", "finite number", "nan"],
+    ),
     "alpha nan": ("sac_discrete", "--alpha nan", ["--alpha", "finite number", "nan"]),
     "tau 2": ("sac", "--tau 2", ["--tau must be between 0 and 1, got 2"]),
     "learning_starts 1": ("td3", "--learning-starts 1", ["--learning-starts 1", "at least 2"]),

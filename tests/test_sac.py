@@ -196,6 +196,8 @@ def test_alpha_starts_at_1_and_aims_at_minus_the_number_of_actions(algorithm):
     start = algorithm.init(jax.random.key(0), jnp.zeros((1, 3)))
     assert start.log_alpha.params == 0
     assert algorithm.target_entropy == -2
+    given = Algorithm(Config(target_entropy=-3.5), OBS_SPACE, ACTION_SPACE)
+    assert given.target_entropy == -3.5
     leaves_equal(start.critic.params, start.target_critic)
     assert leaves_differ(
         start.critic.params[0]["head"]["kernel"], start.critic.params[1]["head"]["kernel"]
